@@ -76,7 +76,7 @@ def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, m
     import torch
 
     import parwrap
-    from parwrap.decorators.distributed import hidden_group, script_scope
+    from parwrap.decorators.distributed import HiddenGroup, script_scope
     from parwrap.intercept.torch_calls import intercepting
     from parwrap.ranks.group import alone
 
@@ -96,7 +96,7 @@ def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, m
         set_state(kept)
     monkeypatch.chdir(tmp_path / "by_itself")
     with alone():
-        expected, expected_lines = run(script, intercepting([hidden_group()]))
+        expected, expected_lines = run(script, intercepting([HiddenGroup()]))
 
     assert list(expected) == list(state)
     if script.stem in UNSEEDED or (script.stem in AS_GOOD and size > 1):

@@ -44,7 +44,7 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["distributed", "no_sync", "same_draws"]
+__all__ = ["distributed", "draws_put_back", "no_sync", "same_draws", "script_scope"]
 
 NOT_HERE = {
     **dict.fromkeys(
@@ -221,7 +221,7 @@ class _Scope(Interceptor):
                 self._undo.enter_context(output_of(self._group.world.rank, log, heard))
                 self._undo.enter_context(_files_of_rank_zero(self._group, module))
             if hidden and self._group is not None:
-                interceptors.append(hidden_group())
+                interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
                 yield
@@ -240,7 +240,8 @@ class _Scope(Interceptor):
             return
         if self._interrupts is None or not self._interrupts.raised:
             self.strategy.end()
-            self._same_step.positions.end(self._group.timeout.total_seconds())
+            if self.strategy.together:
+                self._same_step.positions.end(self._group.timeout.total_seconds())
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
@@ -322,11 +323,10 @@ class _Seeds(Interceptor):
         self._streams.script_seeded(library)
 
     def fresh_seed(self) -> int:
-        with self._streams.used(random_streams.NONE):
-            return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, ()))
 
 
-class hidden_group(Interceptor):
+class HiddenGroup(Interceptor):
     """Hides the process group from the script's own code; torch, parwrap and installed libraries see it."""
 
     def hides_group(self, frame: FrameType) -> bool:
@@ -336,11 +336,36 @@ class hidden_group(Interceptor):
 def _share_streams(group: Group) -> None:
     """Give every rank the random state of rank 0."""
     agree(group, "the start of a distributed function", 0, lambda: None, lambda all_ranks: None)
-    states = [(torch.get_rng_state(), np.random.get_state(), random.getstate())]
+    states = [_get_states()]
     dist.broadcast_object_list(states, 0, group=group.control)
-    torch.set_rng_state(states[0][0])
-    np.random.set_state(states[0][1])
-    random.setstate(states[0][2])
+    _set_states(states[0])
+
+
+def _get_states() -> tuple[Any, ...]:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), gpu
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    cpu, numpys, pythons, gpu = states
+    torch.set_rng_state(cpu)
+    np.random.set_state(numpys)
+    random.setstate(pythons)
+    if gpu is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(gpu)
+
+
+@contextmanager
+def draws_put_back() -> Iterator[None]:
+    """Put the random streams back after the block, which only this rank runs: the others draw on where it began."""
+    if _scope is None or _scope.passes is None:
+        yield
+        return
+    states = _get_states()
+    try:
+        yield
+    finally:
+        _set_states(states)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from parwrap.decorators.distributed import draws_put_back
 from parwrap.decorators.scope import Call, ScopeDecorator
 from parwrap.errors import RankMismatchError, RankZeroError, UsageError, in_one_line
 from parwrap.rank_zero import files
@@ -134,9 +135,9 @@ class every_rank_writes(ScopeDecorator):
 
 @contextmanager
 def _running_alone() -> Iterator[None]:
-    """Only this rank runs the block, and the others see the files that it makes."""
+    """Only this rank runs the block: the others see the files that it makes, and draw the random numbers that it draws afterwards."""
     opened = None if is_alone() else files.current()
-    with opened.running_alone() if opened else nullcontext(), alone():
+    with opened.running_alone() if opened else nullcontext(), draws_put_back(), alone():
         yield
 
 

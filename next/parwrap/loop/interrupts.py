@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -68,7 +69,13 @@ class Interrupts:
             os.kill(os.getpid(), number)
 
     def release(self, number: int | None = None, frame: FrameType | None = None) -> None:
-        """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward."""
+        """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward.
+
+        A rank that the signal has not reached yet waits for it, because the others do not say which one it is.
+        """
+        deadline = time.monotonic() + LONGEST
+        while number is None and self.held is None and time.monotonic() < deadline:
+            time.sleep(0.005)
         number = number or self.held or int(signal.SIGINT)
         self._stop_waiting()
         self.held, self.raised = None, True

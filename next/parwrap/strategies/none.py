@@ -11,6 +11,8 @@ __all__ = ["Independent"]
 class Independent(Strategy):
     """Averages nothing."""
 
+    together = False
+
     def backward(self, call: Backward) -> None:
         call.run()
         self._loop.passes.ran_backward()

@@ -57,7 +57,12 @@ class Strategy(Interceptor):
 
     Args:
         loop: what the loop has done so far.
+
+    Attributes:
+        together: whether ranks end together, because they train one model.
     """
+
+    together = True
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -65,9 +70,6 @@ class Strategy(Interceptor):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
         return nullcontext()
-
-    def begins_whole(self) -> None:
-        """A pass that reads everything begins."""
 
     def end(self) -> None:
         """The function has ended on this rank without an error: compare with the others a last time."""

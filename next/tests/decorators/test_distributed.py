@@ -2,6 +2,7 @@ import inspect
 import io
 import os
 import pickle
+import time
 from contextlib import redirect_stderr
 from datetime import timedelta
 
@@ -281,3 +282,23 @@ def test_rank_zero_alone_prints(capfd):
     said = parwrap.gather(capfd.readouterr().out)
 
     assert ["loss 0.5\nrank 0\n", "rank 1\n"] == said
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_draws_alone_moves_no_stream_of_all_ranks():
+    @parwrap.distributed
+    def run():
+        parwrap.rank_zero_only(lambda: (torch.rand(3), np.random.rand(3), list(DataLoader(range(4), shuffle=True))))()
+        return torch.rand(1).item(), np.random.rand()
+
+    assert 1 == len(set(parwrap.gather(run())))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_train_alone_end_alone():
+    with parwrap.distributed(strategy="none"):
+        began = time.monotonic()
+        if parwrap.rank() == 1:
+            time.sleep(0.5)
+
+    assert parwrap.rank() == 1 or time.monotonic() - began < 0.4

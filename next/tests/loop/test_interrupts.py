@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -70,3 +71,41 @@ def test_a_rank_that_reaches_no_backward_raises_after_two_seconds():
         waits()
 
     assert 1.9 < time.monotonic() - began < 6
+
+
+@pytest.mark.ranks(2)
+def test_a_signal_that_no_backward_follows_is_not_lost():
+    def ends():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        parwrap.distributed(ends)()
+
+
+@pytest.mark.ranks(2)
+def test_a_handler_of_the_script_runs_on_all_ranks_at_the_same_backward():
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+
+    @parwrap.distributed
+    def run():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        steps = 0
+        for (x,) in DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=1, shuffle=True):
+            if steps == 3:  # the signals of a launcher arrive one after another
+                threading.Timer(0.3 * parwrap.rank(), os.kill, (os.getpid(), signal.SIGTERM)).start()
+                time.sleep(0.1)
+            model(x).sum().backward()
+            optimizer.step()
+            steps += 1
+            if asked:
+                break
+        return steps
+
+    try:
+        steps = parwrap.gather(run())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert 1 == len(set(steps))
