@@ -94,7 +94,7 @@ class SameWeights:
     def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
         self._group, self._passes, self._optimizers, self._modules = group, passes, optimizers, modules
         self._place: Place | None = None
-        self._checked = (0, 0)
+        self._checked: tuple[int, int] | None = (0, 0)
         self._begun = 0
         self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
         self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
@@ -114,6 +114,12 @@ class SameWeights:
         """A pass begins: weights may have been changed without any step."""
         self._begun += 1
         if is_due(self._begun):
+            self.check()
+
+    def end(self) -> None:
+        """Compare the weights a last time: they may have changed since the last step, as where a script loads the best ones."""
+        if self._optimizers.steps or self._passes.batches:
+            self._checked = None
             self.check()
 
     def check(self) -> None:
@@ -165,6 +171,11 @@ class SameWeights:
                     f"rank 0 trains {len(first.owned)} parameters {when}, but rank {rank} {len(theirs.owned)}. Build the same models "
                     "and optimizers on every rank."
                 )
+            if theirs.options != first.options:
+                return RankMismatchError(
+                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {first.options} and {theirs.options}. "
+                    "Compute them from numbers that are the same on all ranks: a loss after its backward, or parwrap.reduce_sum(correct)."
+                )
             differ = [p for p, a, b in zip(owned, first.owned, theirs.owned, strict=True) if a != b]
             held = first.others.keys() & theirs.others.keys() & others.keys()
             differ += [others[number] for number in sorted(held) if first.others[number] != theirs.others[number]]
@@ -173,11 +184,6 @@ class SameWeights:
                     f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers "
                     "that no backward averaged. Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what "
                     "changes weights inside `with parwrap.same_draws():`, and let ranks decide together, `parwrap.any_rank(...)`."
-                )
-            if theirs.options != first.options:
-                return RankMismatchError(
-                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {first.options} and {theirs.options}. "
-                    "Compute learning rates from numbers that are the same on all ranks, for example parwrap.reduce_mean(loss)."
                 )
         return None
 

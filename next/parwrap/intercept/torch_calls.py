@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed, when_imported
 from parwrap.torch_private.amp import scale_of
-from parwrap.torch_private.autograd import input_metadata
+from parwrap.torch_private.autograd import input_metadata, is_transformed
 from parwrap.torch_private.modules import APPLY
 
 __all__ = ["Backward", "Criterion", "intercepting"]
@@ -177,8 +177,8 @@ def _criterion(interceptor: Interceptor) -> Patches:
 
         def criterion(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             loss = wrapped(*args, **kwargs)
-            if torch.compiler.is_compiling() or not (isinstance(loss, torch.Tensor) and loss.requires_grad):
-                return loss
+            if torch.compiler.is_compiling() or not isinstance(loss, torch.Tensor) or is_transformed(loss) or not loss.requires_grad:
+                return loss  # inside of torch.func ranks cannot send numbers
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             named = given.arguments

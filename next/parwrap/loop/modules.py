@@ -33,6 +33,7 @@ class Modules(Interceptor):
         self._passes, self.first = passes, list(modules)
         self._outer: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary(dict.fromkeys(self.first))
         self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made = 0
         for module in self.first:
             for parameter in module.parameters():
@@ -42,6 +43,7 @@ class Modules(Interceptor):
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not self._passes.training and not is_alone():
             self._note(parameter)
+            self._homes[parameter] = f"{name} of a {type(module).__name__}"
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter not in self._numbers:
@@ -56,9 +58,10 @@ class Modules(Interceptor):
         self._outer.setdefault(module)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of ``parameter`` in an outer module of the script, or its shape."""
+        """The name of ``parameter`` in an outer module of the script, else in its own, and its shape."""
         names = [name for module in list(self._outer) for name, each in module.named_parameters() if each is parameter]
-        return max(names, key=len, default=f"a parameter of shape {tuple(parameter.shape)}")
+        name = max(names, key=len, default=self._homes.get(parameter, "a parameter"))
+        return f"{name} (shape {tuple(parameter.shape)})"
 
     def close(self) -> None:
         """Note no more modules."""

@@ -155,8 +155,16 @@ class DDP(Strategy):
             dist.broadcast(sent, 0, group=group.control)
         return sent.item()
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step inside a backward: gradients are not averaged yet."""
+        if self._thread is threading.current_thread() and not self._local:
+            raise UsageError(
+                f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own. Step "
+                "after backward, without hooks on gradients that step."
+            )
+
     def end(self) -> None:
-        self._weights.check()
+        self._weights.end()
 
     def close(self) -> None:
         self._sites.unwatch()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["input_metadata", "saved_sparse", "tensor_hooks", "view_base"]
+__all__ = ["input_metadata", "is_transformed", "saved_sparse", "tensor_hooks", "view_base"]
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable] | None] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``, by their numbers, in the order in which they run. Publicly, they can only be added and removed."""
@@ -18,6 +18,9 @@ view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 input_metadata: Callable[[Any], tuple[Any, ...]] = attrgetter("_input_metadata")
 """The shape, dtype and device of each gradient that a node takes, which are those of its outputs. ``Node`` does not make them public."""
+
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not make that public."""
 
 
 def saved_sparse(node: Any) -> bool:

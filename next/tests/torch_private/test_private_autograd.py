@@ -51,3 +51,11 @@ def test_a_view_knows_its_base():
 
     assert autograd.view_base(base[:1]) is base
     assert autograd.view_base(base) is None
+
+
+def test_a_tensor_inside_of_a_transform_is_found():
+    found = []
+    torch.vmap(lambda x: found.append(autograd.is_transformed(x)) or x)(torch.ones(2))
+
+    assert [True] == found
+    assert not autograd.is_transformed(torch.ones(2))
