@@ -61,6 +61,11 @@ SENTENCES = {
 }
 
 
+def sentence(page: Page, place: str) -> str:
+    """What the rank of ``page`` does at ``place``, to follow its name."""
+    return f"{SENTENCES[State(page.state)].format(place=place)} (backward {page.backwards})"
+
+
 class Page(NamedTuple):
     """What a rank says about itself.
 
@@ -108,12 +113,17 @@ class Positions:
         folder: the folder that they share.
         rank: this rank among those of the node.
         ranks: the numbers of the node's ranks among all, in that order.
+
+    Attributes:
+        opening: how many pages this process has opened before.
+        mine: this rank's page.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: Iterable[int]) -> None:
         self._rank, self._ranks = rank, tuple(ranks)
         self._others = [index for index in range(len(self._ranks)) if index != rank]
-        self._path = folder / f"positions-{next(_openings)}"
+        self.opening = next(_openings)
+        self._path = folder / f"positions-{self.opening}"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(descriptor, SIZE * len(self._ranks))
@@ -184,8 +194,7 @@ class Positions:
         lines = []
         for index, rank in enumerate(self._ranks):
             page = self._read(index)
-            sentence = SENTENCES[State(page.state)].format(place=self._place(index))
-            lines.append(f"  rank {rank} {sentence} (backward {page.backwards})")
+            lines.append(f"  rank {rank} {sentence(page, self._place(index))}")
         return LockstepError(
             f"the ranks have come apart{f', because {why}' if why else ''}:\n"
             + "\n".join(lines)

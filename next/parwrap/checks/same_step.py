@@ -87,11 +87,13 @@ class SameStep:
         interrupts: the signals that this rank holds.
 
     Attributes:
-        grows: whether a rank's backward has reached a parameter outside of every set.
+        grows: whether a rank got a gradient for a parameter that no set has.
+        ending: whether this rank's function has ended.
     """
 
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
-        self._passes, self._work, self._interrupts, self.grows = passes, work, interrupts, False
+        self._passes, self._work, self._interrupts = passes, work, interrupts
+        self.grows = self.ending = False
         world = group.world
         assert group.folder is not None
         first = world.rank - world.local_rank
@@ -105,7 +107,7 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there, or has ended.
         """
-        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {script_place()}")
+        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {'its end' if self.ending else script_place()}")
         try:
             yield
         except RuntimeError as error:

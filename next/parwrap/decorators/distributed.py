@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -19,6 +20,7 @@ from torch import nn
 
 from parwrap.checks.same_step import SameStep
 from parwrap.checks.same_work import SameWork
+from parwrap.checks.watchdog import watched
 from parwrap.data.loaders import Loaders
 from parwrap.decorators.inventory import reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
@@ -37,7 +39,7 @@ from parwrap.loop.random_streams import RandomStreams, seed_all
 from parwrap.options import Options
 from parwrap.places import from_script
 from parwrap.rank_zero.files import intercepting_files
-from parwrap.rank_zero.output import output_of
+from parwrap.rank_zero.output import Output, output_of
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group
@@ -218,7 +220,10 @@ class _Scope(Interceptor):
             self._undo.enter_context(_without_variables(hidden))
             interceptors = self._begin(call)
             if self._group is not None:
-                self._undo.enter_context(output_of(self._group.world.rank, log, heard))
+                output = self._undo.enter_context(output_of(self._group.world.rank, log, heard))
+                if self._same_step is not None:
+                    report = functools.partial(_report, self._group.world.rank, output)
+                    self._undo.enter_context(watched(self._group, self._same_step.positions, report))
                 self._undo.enter_context(_files_of_rank_zero(self._group, module))
             if hidden and self._group is not None:
                 interceptors.append(HiddenGroup())
@@ -239,6 +244,7 @@ class _Scope(Interceptor):
         if self._group is None or self._same_step is None or self.strategy is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
+            self._same_step.ending = True
             self.strategy.end()
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())
@@ -366,6 +372,10 @@ def draws_put_back() -> Iterator[None]:
         yield
     finally:
         _set_states(states)
+
+
+def _report(rank: int, output: Output, text: str) -> None:
+    print(f"parwrap: rank {rank}: LockstepError: {text}", file=output.errors, flush=True)
 
 
 @contextmanager

@@ -1,0 +1,63 @@
+"""Finds ranks of different nodes that wait for each other for ever: a node's pages do not reach beyond it.
+
+A rank that has been blocked in one step for two seconds puts its page into the store, and compares it with that of the next rank. If all
+ranks are blocked but not alike, two neighbours differ. So nothing is sent while ranks move, and what a rank reads does not grow with their
+number. A page that its rank has left meanwhile proves nothing and does no harm: counts only grow.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from parwrap.checks.positions import Page, Positions, State, apart, sentence
+from parwrap.ranks.background import in_background
+from parwrap.ranks.group import Group
+from parwrap.ranks.store import SignedStore
+
+__all__ = ["watched"]
+
+PATIENCE = 2.0
+"""Seconds in one step after which a rank counts as blocked."""
+
+INTERVAL = 0.25
+
+
+@contextmanager
+def watched(group: Group, positions: Positions, report: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, end this process if it and a rank of another node can never meet. On one node the pages suffice.
+
+    Args:
+        group: the process group.
+        positions: the pages of this node.
+        report: shows an error, also on ranks that are silent otherwise.
+    """
+    if group.store is None or group.world.on_one_node:
+        yield
+        return
+    store = SignedStore(group.store, f"positions {positions.opening}")
+    rank, following = group.world.rank, (group.world.rank + 1) % group.world.size
+
+    def watch(stopped: threading.Event) -> None:
+        seen, since = positions.mine, time.monotonic()
+        put: Page | None = None
+        while not stopped.wait(INTERVAL):
+            mine = positions.mine
+            if mine != seen or mine.state not in (State.BACKWARD, State.CONTROL):
+                seen, since = mine, time.monotonic()
+            elif time.monotonic() - since > PATIENCE:
+                if mine != put:
+                    store.set(f"rank {rank}", list(mine))
+                    put = mine
+                if store.has(f"rank {following}"):
+                    theirs = Page(*store.get(f"rank {following}", list))
+                    if apart(mine, theirs) or apart(theirs, mine):
+                        # the main thread is blocked in native code, so it cannot raise
+                        report(f"{positions.error(f'rank {following} {sentence(theirs, theirs.place)}')}")
+                        os._exit(1)
+
+    with in_background(watch, "parwrap watchdog"):
+        yield
