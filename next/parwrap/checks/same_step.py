@@ -163,11 +163,20 @@ class SameStep:
             event.record()
             self._on_the_way.append(_Exchanged(numbers, copied, place, training, event))
             if len(self._on_the_way) > 1:
-                before = self._on_the_way.popleft()
-                before.arrived.synchronize()
-                self._compare(before.sent, before.means.tolist(), before.place, before.training)
+                self._compare_arrived()
         if training:
             training.data = ()  # sent once
+
+    def _compare_arrived(self) -> None:
+        before = self._on_the_way.popleft()
+        before.arrived.synchronize()
+        self._compare(before.sent, before.means.tolist(), before.place, before.training)
+
+    def end(self) -> None:
+        """This rank's function has ended: compare what is on the way."""
+        self.ending = True
+        while self._on_the_way:
+            self._compare_arrived()
 
     def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
         differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]

@@ -121,6 +121,9 @@ class SameWeights:
         if self._optimizers.steps or self._passes.batches:
             self._checked = None
             self.check()
+            if self._on_the_way is not None:  # a GPU's last check is compared by the next one
+                self._checked = None
+                self.check()
 
     def check(self) -> None:
         """Compare the weights now, if there was a step or a batch since the last time; on a GPU those at the last check, to not wait.

@@ -244,7 +244,7 @@ class _Scope(Interceptor):
         if self._group is None or self._same_step is None or self.strategy is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
-            self._same_step.ending = True
+            self._same_step.end()
             self.strategy.end()
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterable, Iterator
-from types import FrameType
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from parwrap.decorators.scope import Call
+from parwrap.decorators.scope import Call, block_frame
 
 __all__ = ["reachable"]
+
+MOST = 1000
+"""Containers that hold more are data, and are not looked into."""
 
 T = TypeVar("T")
 
 
-def reachable(kind: type[T], call: Call) -> list[T]:
+def reachable(kind: type[T] | tuple[type[T], ...], call: Call) -> list[T]:
     """The objects of ``kind`` among the arguments of a function, its ``self``, its closure and the globals that it names; for a ``with``
-    block, among the variables around it. Containers and objects are looked into one level deep.
+    block, among the variables around it. Objects and containers of up to 1,000 items are looked into one level deep.
 
     >>> sgd = torch.optim.SGD([torch.ones(1)])
     >>> reachable(torch.optim.Optimizer, Call(print, ({"optimizers": [sgd]},), {"other": sgd})) == [sgd]
@@ -37,7 +38,7 @@ def reachable(kind: type[T], call: Call) -> list[T]:
 
 def _values(call: Call) -> Iterator[Any]:
     if call.function is None:
-        frame = _block()
+        frame = block_frame()
         if frame is not None:
             yield from [*frame.f_locals.values(), *frame.f_globals.values()]
         return
@@ -49,20 +50,12 @@ def _values(call: Call) -> Iterator[Any]:
     yield from [*names.nonlocals.values(), *names.globals.values()]
 
 
-def _block() -> FrameType | None:
-    """The frame whose ``with`` block opens the scope."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("contextlib", "parwrap"):
-        frame = frame.f_back
-    return frame
-
-
-def _members(value: Any) -> Iterable[Any]:
+def _members(value: Any) -> Collection[Any]:
     """What ``value`` holds: the items of a container, or the attributes of an object of the script."""
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set)):
-        return list(value)
+    if isinstance(value, (dict, list, tuple, set)):
+        if len(value) > MOST:
+            return ()
+        return value.values() if isinstance(value, dict) else value
     if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__") or inspect.ismodule(value):
         return ()
     return list(vars(value).values())

@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Call", "ScopeDecorator", "module_of"]
+__all__ = ["Call", "ScopeDecorator", "block_frame", "module_of"]
 
 
 class Call(NamedTuple):
@@ -140,10 +140,16 @@ def module_of(function: Callable | None) -> str | None:
     """The name of the module that defines ``function``; for ``None``, of the module whose ``with`` block is being entered."""
     if function is not None:
         return getattr(function, "__module__", None)
+    frame = block_frame()
+    return None if frame is None else _module(frame)
+
+
+def block_frame() -> FrameType | None:
+    """The frame whose ``with`` block is being entered."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _module(frame).partition(".")[0] in ("contextlib", "parwrap"):
         frame = frame.f_back
-    return None if frame is None else _module(frame)
+    return frame
 
 
 def _module(frame: FrameType) -> str:

@@ -186,10 +186,11 @@ class GradientAverager:
         rest = [place for place, p in enumerate(self.parameters) if id(p) not in there]
         unused = [place for place in rest if self.parameters[place].grad is None]
         send_nothing([self.parameters[place] for place in rest], self._sparse)
-        bits = cast(torch.Tensor, self._signal.grad).tolist()
-        for place in unused:
-            if not bits[place]:
-                self.parameters[place].grad = None
+        if unused:
+            bits = cast(torch.Tensor, self._signal.grad).tolist()
+            for place in unused:
+                if not bits[place]:
+                    self.parameters[place].grad = None
 
 
 def _changed(grad: torch.Tensor | None, before: tuple[torch.Tensor, int] | None) -> bool:

@@ -202,6 +202,8 @@ class Sites:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
         chosen = {id(owners[id(p)]) for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
         new = [p for p in outside if id(owners[id(p)]) in chosen]
+        if not new:  # on a GPU the other ranks say so a backward later
+            return
         like = new[0]
         average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=like.device))
         parameters = [*site.averager.parameters, *new]

@@ -193,9 +193,7 @@ def test_weights_that_change_after_the_last_step_are_found_at_the_end():
             model.bias += x.mean()
         return model
 
-    with pytest.raises(
-        parwrap.RankMismatchError, match=r"bias of a Linear \(shape \(1,\)\) differs between rank 0 and rank 1 after "
-    ):
+    with pytest.raises(parwrap.RankMismatchError, match=r"bias of a Linear \(shape \(1,\)\) differs between rank 0 and rank 1 after "):
         run()
 
 
@@ -209,7 +207,7 @@ def test_a_step_inside_a_backward_is_refused():
         for (x,) in DataLoader(data(), batch_size=8, shuffle=True):
             model(x).mean().backward()
 
-    with pytest.raises(
-        parwrap.UsageError, match=r"test_weights_and_work.py:\d+ steps inside a backward, before its gradients are averaged"
-    ):
+    # the slower rank may see first that the other has raised
+    text = r"test_weights_and_work.py:\d+ steps inside a backward, before its gradients are averaged|rank \d has raised an error"
+    with pytest.raises(parwrap.ParwrapError, match=text):
         run()

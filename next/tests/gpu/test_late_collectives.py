@@ -22,7 +22,7 @@ from parwrap.decorators.distributed import script_scope
 from parwrap.errors import RankMismatchError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-QUICK = ("branch_between_two_backwards", "freeze_and_unfreeze", "frozen_and_unused", "break_in_epoch")
+QUICK = ("freeze_and_unfreeze", "frozen_and_unused")
 STEPS = 8
 
 
@@ -107,10 +107,7 @@ def apart(at, steps):
     train(model, model, steps, change)
 
 
-LAST_CHECK = pytest.mark.xfail(reason="same_weights never reads the last check on a GPU", strict=True)
-
-
-@pytest.mark.parametrize(("at", "steps"), [(2, 4), pytest.param(5, 5, marks=LAST_CHECK)], ids=["a check later", "at the end"])
+@pytest.mark.parametrize(("at", "steps"), [(2, 4), (5, 5)], ids=["a check later", "at the end"])
 @pytest.mark.ranks(2, fresh=True)
 def test_weights_that_go_apart_are_found(at, steps):
     with pytest.raises(RankMismatchError, match="differs between rank 0 and rank 1 after step"), as_on_gpus():
@@ -135,7 +132,6 @@ def test_different_data_is_found_a_backward_later():
     assert 1 == len(backwards)
 
 
-@pytest.mark.xfail(reason="on a GPU a set grows once when a rank arrives, and again when the flag is read", strict=True)
 @pytest.mark.ranks(2, fresh=True)
 def test_a_loss_that_joins_later_leaves_the_weights_that_it_leaves_without_a_gpu():
     def run():
