@@ -7,7 +7,10 @@ from pathlib import Path
 import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
-ROOMS = "run __main__ launch testing decorators strategies data checks loop rank_zero intercept ranks torch_private options places errors".split()
+ROOMS = [
+    *("run", "__main__", "launch", "testing", "decorators", "strategies", "data", "checks", "loop", "rank_zero", "intercept"),
+    *("ranks", "torch_private", "options", "places", "errors"),
+]
 """From the top down."""
 
 FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}

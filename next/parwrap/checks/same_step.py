@@ -19,14 +19,11 @@ from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
 from parwrap.errors import RankMismatchError
 from parwrap.loop.interrupts import Interrupts
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.passes import DIGITS, Pass, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import Group
 
-__all__ = ["DIGITS", "NUMBERS", "Entry", "SameStep"]
-
-DIGITS = 251
-"""Numbers that ranks compare are sent modulo a prime below 256: a mean over ranks tells them apart in any precision of 8 bits or more."""
+__all__ = ["NUMBERS", "Entry", "SameStep"]
 
 TOLERANCE = 0.25
 """How far the mean of equal digits may be off by rounding."""
@@ -94,10 +91,9 @@ class SameStep:
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self._work, self._interrupts = passes, work, interrupts
         self.grows = self.ending = False
-        world = group.world
         assert group.folder is not None
-        first = world.rank - world.local_rank
-        self.positions = Positions(group.folder, world.local_rank, range(first, first + world.local_size))
+        ranks = group.world.node_ranks
+        self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks)
         self._on_the_way: deque[_Exchanged] = deque()
 
     @contextmanager
@@ -143,8 +139,8 @@ class SameStep:
         numbers[Entry.STEP] = (training.backwards if training else self._passes.backwards) % DIGITS
         numbers[Entry.WEIGHT] = weight
         numbers[Entry.INTERRUPTED] = float(self._interrupts.held is not None)
-        if training and training.data:
-            numbers[Entry.DATA : Entry.WEIGHT] = training.data
+        if data := self._passes.data_to_send():
+            numbers[Entry.DATA : Entry.WEIGHT] = data
         return numbers
 
     def compare(self, numbers: list[float], means: list[float] | torch.Tensor, place: Place) -> None:
@@ -164,8 +160,7 @@ class SameStep:
             self._on_the_way.append(_Exchanged(numbers, copied, place, training, event))
             if len(self._on_the_way) > 1:
                 self._compare_arrived()
-        if training:
-            training.data = ()  # sent once
+        self._passes.data_sent()
 
     def _compare_arrived(self) -> None:
         before = self._on_the_way.popleft()

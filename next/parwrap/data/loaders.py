@@ -5,6 +5,7 @@ The rules come first, as functions that touch nothing. ``Loaders`` asks them whe
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import deque
@@ -30,13 +31,16 @@ from parwrap.checks.same_data import data_digits
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
+    batches_by_size,
+    copied_with,
     distributed_sampler,
+    divides_itself,
     is_plain,
     refuse_nothing,
+    resampled,
     samples_in,
     share_length,
     shuffles,
-    with_others,
 )
 from parwrap.data.stateful import Reading, forwarded_states, take_state
 from parwrap.data.streams import Part, part_of_stream
@@ -50,7 +54,7 @@ from parwrap.places import Place, script_place, warn
 from parwrap.ranks.group import Group, is_alone
 from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders", "loss_factor", "replicate", "shard", "shows_share", "trains"]
+__all__ = ["Loaders", "replicate", "shard", "shows_share", "trains"]
 
 ANOTHER_LOADER = 1_000_003
 """Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
@@ -91,17 +95,6 @@ def shows_share(*, last_trained: bool | None, gradients_on: bool, in_eval: bool,
     if last_trained is not None:
         return last_trained
     return shuffled and gradients_on and not in_eval
-
-
-def loss_factor(weight: float, size: int, options: Options) -> float:
-    """The factor of a batch's loss besides its ``weight``: a sum already counts its number of samples.
-
-    >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
-    (1.0, 2.5)
-    """
-    if options.loss == "mean" or not weight:
-        return 1.0
-    return (size if options.batch == "global" else 1) / weight
 
 
 def shard(loader: DataLoader) -> DataLoader:
@@ -152,7 +145,7 @@ class _Known:
         seed: the seed of its share; ``None`` before its first training pass.
         epoch: the number of its training passes.
         last: its last pass.
-        open: its open passes, the innermost last; a pass that the script drops is gone.
+        open: its open passes, the innermost last.
         given: a length that was given before its first training pass, and where.
         whole_at: lines that read it without a backward: everything is read there.
         copy: the copy that is read, if its workers persist or if it has a state.
@@ -161,14 +154,10 @@ class _Known:
     seed: int | None = None
     epoch: int = 0
     last: Pass | None = None
-    open: list[weakref.ref[_Iteration]] = field(default_factory=list)
+    open: list[Pass] = field(default_factory=list)
     given: tuple[int, Place] | None = None
     whole_at: set[Place] = field(default_factory=set)
     copy: DataLoader | None = None
-
-    def iterations(self) -> list[_Iteration]:
-        """Its open passes."""
-        return [iteration for each in self.open if (iteration := each()) is not None]
 
 
 class Loaders(Interceptor):
@@ -187,15 +176,18 @@ class Loaders(Interceptor):
     ) -> None:
         self._rank, self._size = group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
-        self.thread = threading.get_ident()
+        self._thread = threading.get_ident()
         self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._seedings, self._loaders = 0, 0
         self._said: set[Place] = set()
         self.begins_whole: Callable[[], None] = lambda: None
         self.begins_training: Callable[[], None] = lambda: None
-        self._states = ExitStack()
-        self._states.enter_context(forwarded_states(self._reading, self._resume))
+        self._collector: int | None = None  # the thread in which the garbage collector runs
+        self._undo = ExitStack()
+        self._undo.enter_context(forwarded_states(self._reading, self._resume))
+        gc.callbacks.append(self._note_collection)
+        self._undo.callback(gc.callbacks.remove, self._note_collection)
 
     # passes
 
@@ -211,7 +203,7 @@ class Loaders(Interceptor):
         iteration.known = known = self.known(loader)
         if loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
             iteration.workers_seed = self._workers_seed(loader)
-        self._end_left_open(known, place)
+        self._note_line_that_begins_again(known, place)
         training = loader in _sharded or (
             place not in known.whole_at
             and trains(
@@ -221,16 +213,18 @@ class Loaders(Interceptor):
             )
         )
         shared = training and loader not in _replicated
-        if training and threading.get_ident() == self.thread:
+        for each in list(known.open):
+            if training or not each.trains:
+                self._leave(known, each)
+        if training and self.in_loop():
             self.begins_training()
         opened, last = Pass(training, shared, place), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
         iteration.opened, known.last = opened, opened
-        known.open.append(weakref.ref(iteration))
         if shared:
             self._begin_share(iteration, loader, known, opened)
         else:
-            opened.may_not_train = not training and known.epoch > 0 and place not in known.whole_at
+            opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
             if not training:
                 self.begins_whole()
             with self._drawing(random_streams.NONE), _seeding_workers(loader, iteration.workers_seed):
@@ -238,7 +232,7 @@ class Loaders(Interceptor):
             reads_own = training and self._reads_by_python(loader)
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
         opened.backwards_before, opened.whole = self._passes.backwards, _samples(loader)
-        self._passes.begin(opened)
+        self.go_on(iteration)
         self._open.add(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
@@ -263,12 +257,25 @@ class Loaders(Interceptor):
         else:
             iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
 
-    def _end_left_open(self, known: _Known, place: Place) -> None:
-        """End training passes that the loader has left open, and note a line that begins again without a backward."""
-        for iteration in [each for each in known.iterations() if each.opened is not None and each.opened.trains]:
-            iteration.close(exhausted=False)
+    def go_on(self, iteration: _Iteration) -> None:
+        """Open the pass of ``iteration``, which begins, or is read on after another pass over its loader has ended it."""
+        opened, known = iteration.opened, iteration.known
+        assert opened is not None
+        assert known is not None
+        known.open.append(opened)
+        self._passes.begin(opened)
+
+    def _leave(self, known: _Known, opened: Pass) -> None:
+        """End a pass that may be read on: its loader begins another one, and the script may hold its iterator for nothing."""
+        known.open.remove(opened)
+        self._passes.end(opened)
+        if opened.trains:
+            self._optimizers.ended_pass()
+
+    def _note_line_that_begins_again(self, known: _Known, place: Place) -> None:
+        """Note a line that has dropped a training pass without a backward and begins it again."""
         last = known.last
-        if last is not None and last.shared and last.place == place and not last.exhausted:
+        if last is not None and last.shared and last.place == place and not last.exhausted and last not in known.open:
             self._note_unused(known, last)
 
     def end(self, iteration: _Iteration, exhausted: bool) -> None:
@@ -276,12 +283,11 @@ class Loaders(Interceptor):
         opened, known = iteration.opened, iteration.known
         assert opened is not None
         assert known is not None
-        known.open = [each for each in known.open if each() not in (None, iteration)]
         opened.exhausted = exhausted
-        self._passes.end(opened)
-        if not opened.trains:
-            return
-        self._optimizers.ended_pass()
+        if opened in known.open:
+            self._leave(known, opened)
+        if self.in_loop():
+            self._passes.draw()
         if not opened.shared:
             return
         if exhausted:
@@ -305,6 +311,17 @@ class Loaders(Interceptor):
             "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on."
         )
 
+    def in_loop(self) -> bool:
+        """Whether the thread of the loop runs this code. Only it switches streams, because torch's is the whole process's."""
+        return threading.get_ident() == self._thread
+
+    def drops(self) -> bool:
+        """Whether the script drops an iterator that is finalized now; not the garbage collector, which runs at other times on each rank."""
+        return threading.get_ident() != self._collector
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        self._collector = threading.get_ident() if phase == "start" else None
+
     # what a rank reads
 
     def _share(self, loader: DataLoader, known: _Known, seed: int) -> tuple[DataLoader, deque[float] | None]:
@@ -312,23 +329,23 @@ class Loaders(Interceptor):
         options, rank, size = self._options(), self._rank, self._size
         if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
             return self._continued(known.copy, known.epoch)
-        others: dict[str, Any] = {}
         if isinstance(loader.dataset, IterableDataset):
-            others |= part_of_stream(loader, rank, size, options)
-            share = with_others(loader, **others)
+            share = copied_with(loader, **part_of_stream(loader, rank, size, options))
             return share, deque() if isinstance(getattr(share.collate_fn, "size", None), int) else None
+        sampler = _sampler(loader)
+        if divides_itself(sampler, rank, size):
+            self._refuse_global(loader, sampler)
+            return copied_with(loader), None
         divides = loader.batch_size is not None or loader.batch_sampler is not None
         together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
-        sampler = _sampler(loader)
         batches: Any = None
-        if isinstance(sampler, DistributedSampler) or (is_plain(loader) and not together):
-            own = self._distributed(loader, sampler, seed, known.epoch, 1 if together else size)
-            if loader.batch_sampler is None:
-                others["sampler"] = own
-            else:
-                batches = BatchSampler(own, loader.batch_size or 1, loader.drop_last)
+        if type(sampler) is DistributedSampler or (is_plain(loader) and not together):
+            dealt = not (together or batches_by_size(loader))
+            batches = resampled(loader, self._distributed(loader, sampler, seed, known.epoch, 1 if together or dealt else size))
+            if dealt:
+                batches = DealtBatches(_SharedDraws(batches, self), rank, size, options.uneven)
         else:
-            draws = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            draws = sampler if loader.batch_sampler is None else loader.batch_sampler
             if together and options.batch != "global":
                 draws = BatchSampler(sampler, (loader.batch_size or 1) * size, loader.drop_last)
             batches = _SharedDraws(draws, self)
@@ -336,10 +353,16 @@ class Loaders(Interceptor):
                 batches = DealtBatches(batches, rank, size, options.uneven)
         if together:
             batches = SplitBatches(batches, rank, size)
-        if batches is not None:
-            others["sampler" if loader.batch_sampler is None else "batch_sampler"] = batches
-        share = with_others(loader, **others)
+        share = copied_with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": batches})
         return share, getattr(batches, "weights", None)
+
+    def _refuse_global(self, loader: DataLoader, sampler: Any) -> None:
+        """Refuse to divide each batch of a sampler that has divided the dataset already."""
+        if self._options().batch == "global" and (loader.batch_size or loader.batch_sampler) is not None:
+            raise UsageError(
+                f'batch="global" divides each batch among the ranks, but the {type(sampler).__name__} of a DataLoader has divided the '
+                "dataset already, in its own way. Make it with num_replicas=1 and rank=0, so that every rank draws the whole batches."
+            )
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, epoch: int, size: int) -> DistributedSampler:
         """Torch's sampler for this rank: for a plain loader as ``DistributedSampler(seed)``, else a copy of the script's own."""
@@ -380,7 +403,7 @@ class Loaders(Interceptor):
         return known.seed
 
     def _drawing(self, own: frozenset[str]) -> Any:
-        return self._passes.streams.used(own if threading.get_ident() == self.thread else random_streams.NONE)
+        return self._passes.streams.used(own if self.in_loop() else random_streams.NONE)
 
     def _reads_by_python(self, loader: DataLoader) -> bool:
         """Whether samples are read in this process by code that may draw random numbers; torch's own datasets never do."""
@@ -393,8 +416,8 @@ class Loaders(Interceptor):
         if get_worker_info() is not None or is_alone() or loader in _replicated:
             return whole
         known = self.known(loader)
-        if (open_passes := known.iterations()) and (opened := open_passes[-1].opened) is not None:
-            return self._share_length(loader, whole) if opened.shared else whole
+        if known.open:
+            return self._share_length(loader, whole) if known.open[-1].shared else whole
         gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
         shared = loader in _sharded or shows_share(
             last_trained=None if known.last is None else known.last.shared,
@@ -408,10 +431,18 @@ class Loaders(Interceptor):
         return length
 
     def _share_length(self, loader: DataLoader, whole: int) -> int:
+        sampler = _sampler(loader)
         divides = loader.batch_size is not None or loader.batch_sampler is not None
-        if divides and self._options().batch == "global":
+        together = divides and self._options().batch == "global"
+        if divides_itself(sampler, self._rank, self._size):
             return whole
-        return share_length(loader, whole, self._size, self._options().uneven)
+        if type(sampler) is DistributedSampler:
+            divided = batches_by_size(loader) and not together
+            ranks = self._size if divided else 1
+            whole = len(resampled(loader, DistributedSampler(sampler.dataset, ranks, 0, drop_last=sampler.drop_last)))
+            if divided:
+                return whole
+        return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
     def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:
         """Name a length that was given before the first training pass and is not that pass's: a schedule may have been built from it."""
@@ -441,7 +472,7 @@ class Loaders(Interceptor):
             UsageError: it names the ``eval()`` that makes the pass read everything.
         """
         innermost = self._passes.innermost
-        if innermost is None or not innermost.may_not_train:
+        if innermost is None or not innermost.refuses_backward:
             return
         where = self._optimizers.eval_place()
         because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
@@ -464,7 +495,7 @@ class Loaders(Interceptor):
 
     def close(self) -> None:
         """Let passes that outlive the scope read on, without switching streams."""
-        self._states.close()
+        self._undo.close()
         for iteration in list(self._open):
             iteration.detach()
 
@@ -499,11 +530,14 @@ class _Iteration:
     def __next__(self) -> Any:
         loaders = self._loaders
         if loaders is None:
-            return next(self.batches if self.batches is not None else iter(()))
+            batch = next(self.batches if self.batches is not None else iter(()))
+            return batch.batch if type(batch) is Part else batch
         begins = self.batches is None
         if begins:
             loaders.begin(self)
-        if threading.get_ident() == loaders.thread:
+        elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
+            loaders.go_on(self)
+        if loaders.in_loop():
             before = self._passes.streams.use(self.reading)
             batch = self._read()
             if begins or before is not self.reading:
@@ -538,9 +572,9 @@ class _Iteration:
         return loaders
 
     def __del__(self) -> None:
-        if not getattr(self, "_loaders", None):
-            return
-        self.close(exhausted=False)
+        loaders = getattr(self, "_loaders", None)
+        if loaders is not None and loaders.drops():
+            self.close(exhausted=False)
 
 
 @contextmanager

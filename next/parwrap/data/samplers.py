@@ -6,6 +6,7 @@ ranks in turn, or each is split among them. Endless loaders are common, so indic
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -21,14 +22,17 @@ from parwrap.torch_private.dataloader import ITERATOR
 __all__ = [
     "DealtBatches",
     "SplitBatches",
+    "batches_by_size",
     "block",
+    "copied_with",
     "distributed_sampler",
+    "divides_itself",
     "is_plain",
     "refuse_nothing",
+    "resampled",
     "samples_in",
     "share_length",
     "shuffles",
-    "with_others",
 ]
 
 
@@ -137,10 +141,8 @@ def is_plain(loader: DataLoader) -> bool:
     else:
         once = type(sampler) is SequentialSampler
     batches: Any = loader.batch_sampler  # some replace it to read a loader endlessly
-    batches_by_size = batches is None or (
-        loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
-    )
-    return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    of_loader = batches is None or (loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler)
+    return once and of_loader and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
@@ -172,7 +174,7 @@ def _in_rounds(pieces: int, size: int, uneven: str) -> int:
     return pieces // size if uneven == "drop" else math.ceil(pieces / size)
 
 
-def with_others(loader: DataLoader, **others: Any) -> DataLoader:
+def copied_with(loader: DataLoader, **others: Any) -> DataLoader:
     """A shallow copy of ``loader`` with some attributes replaced by ``others``.
 
     Everything else is kept, for subclasses too. ``DataLoader.__setattr__`` refuses new samplers, so this sets ``vars``. ``copy.copy`` would
@@ -199,6 +201,36 @@ def samples_in(batch: Any) -> int:
         else:
             return len(batch) if isinstance(batch, Sized) else 1
     return batch.shape[0] if batch.dim() else 1
+
+
+def divides_itself(sampler: Any, rank: int, size: int) -> bool:
+    """Whether ``sampler`` is the script's own kind of ``DistributedSampler`` and gives each rank its share."""
+    own = isinstance(sampler, DistributedSampler) and type(sampler) is not DistributedSampler
+    return own and size > 1 and (sampler.rank, sampler.num_replicas) == (rank, size)
+
+
+def batches_by_size(loader: DataLoader) -> bool:
+    """Whether ``loader`` puts samples into batches as they come: its batch sampler is torch's, or that of a stateful loader."""
+    batches = loader.batch_sampler
+    made_by_loader = loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is loader.sampler
+    return batches is None or type(batches) is BatchSampler or made_by_loader
+
+
+def resampled(loader: DataLoader, sampler: DistributedSampler) -> Any:
+    """The batch sampler of ``loader`` with another ``sampler``; that sampler alone if the loader has no batches.
+
+    >>> own = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
+    >>> list(resampled(DataLoader(range(8), batch_size=2), own))
+    [[1, 3], [5, 7]]
+    """
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return sampler
+    if batches_by_size(loader):
+        return BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    batches = copy.copy(batches)
+    batches.sampler = sampler
+    return batches
 
 
 def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:

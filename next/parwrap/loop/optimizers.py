@@ -17,6 +17,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place
+from parwrap.ranks.group import is_alone
 
 __all__ = ["Optimizers", "evaluates", "parameters_of"]
 
@@ -58,7 +59,7 @@ class Optimizers(Interceptor):
         self._stepped_in_pass: list[weakref.ref[Optimizer]] = []
         self._in_eval: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._of_batch: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
+        self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
         self.were_built = False
         self.generation = self.steps = 0
         self.after_step: Callable[[Optimizer], None] = lambda optimizer: None
@@ -67,7 +68,7 @@ class Optimizers(Interceptor):
 
     def all(self) -> list[Optimizer]:
         """The optimizers that train the model, in the order in which they were built; not those of one batch."""
-        return [each for each in _alive(self._all) if each not in self._of_batch]
+        return [each for each in _alive(self._all) if each not in self._batch_optimizers]
 
     def owners(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id: the one built last."""
@@ -79,11 +80,11 @@ class Optimizers(Interceptor):
             self.built(each)
 
     def built(self, optimizer: Optimizer) -> None:
-        if optimizer in self._of_batch:
+        if optimizer in self._batch_optimizers:
             return
         known = any(ref() is optimizer for ref in self._all)
-        if not known and self._passes.training and self._trains_batch(optimizer):
-            self._of_batch[optimizer] = self._passes.batches, script_place()
+        if not known and self._passes.innermost and self._trains_batch(optimizer):
+            self._batch_optimizers[optimizer] = self._passes.batches, script_place()
             return
         self.were_built = True
         self.generation += 1
@@ -99,7 +100,7 @@ class Optimizers(Interceptor):
     # what belongs to a batch (rule 6)
 
     def made(self, parameter: nn.Parameter) -> None:
-        if self._passes.training:
+        if self._passes.innermost:
             self._made_in[parameter] = self._passes.batches, script_place()
 
     def of_batch(self, leaf: torch.Tensor) -> bool:
@@ -125,8 +126,8 @@ class Optimizers(Interceptor):
     # steps and modes
 
     def stepped(self, optimizer: Optimizer) -> None:
-        if optimizer in self._of_batch:
-            self._refuse_older(self._of_batch[optimizer], f"the parameters of a {type(optimizer).__name__}")
+        if optimizer in self._batch_optimizers:
+            self._refuse_older(self._batch_optimizers[optimizer], f"the parameters of a {type(optimizer).__name__}")
             return
         if all(ref() is not optimizer for ref in self._all):
             self.built(optimizer)
@@ -142,6 +143,8 @@ class Optimizers(Interceptor):
             self._stepped, self._stepped_in_pass = self._stepped_in_pass, []
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
+        if is_alone():  # what one rank does to a model must not change what the next pass is on that rank
+            return
         place = script_place()
         for p in module.parameters():
             if training:

@@ -13,9 +13,13 @@ from typing import NamedTuple
 from parwrap.errors import UsageError
 from parwrap.loop import random_streams
 from parwrap.loop.random_streams import RandomStreams
+from parwrap.options import Options
 from parwrap.places import Place, script_place
 
-__all__ = ["Batch", "Pass", "Passes"]
+__all__ = ["DIGITS", "Batch", "Pass", "Passes", "loss_factor"]
+
+DIGITS = 251
+"""Digits of data are below this prime; so are their sums, which are taken modulo it."""
 
 
 class Batch(NamedTuple):
@@ -28,6 +32,17 @@ class Batch(NamedTuple):
 
     samples: int
     weight: float
+
+
+def loss_factor(weight: float, size: int, options: Options) -> float:
+    """The factor of a batch's loss besides its ``weight``: a sum already counts its number of samples.
+
+    >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
+    (1.0, 2.5)
+    """
+    if options.loss == "mean" or not weight:
+        return 1.0
+    return (size if options.batch == "global" else 1) / weight
 
 
 @dataclass(eq=False)
@@ -47,7 +62,7 @@ class Pass:
         whole: the number of samples of the dataset; ``None`` if it is unknown.
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
-        may_not_train: whether a backward in it is an error, because the loader trained on shares before.
+        refuses_backward: whether a backward in it is an error, because the loader trained on shares before.
         in_flight: the last three batches.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: how many batches more were drawn than trained on; backwards between two draws train on one batch.
@@ -65,7 +80,7 @@ class Pass:
     whole: int | None = None
     exhausted: bool = False
     repeats: bool = False
-    may_not_train: bool = False
+    refuses_backward: bool = False
     in_flight: deque[Batch] = field(default_factory=lambda: deque(maxlen=3))
     ahead: bool = False
     untrained: int = 0
@@ -104,17 +119,18 @@ class Passes:
     def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
         self.streams, self._draws = streams, draws
         self._open: list[Pass] = []
-        self._left: Pass | None = None  # a training pass that has ended before a backward on its last batch
+        self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws = 0
         self.batches = self.backwards = 0
 
     @property
     def training(self) -> Pass | None:
         """The innermost open training pass. One that repeats stays open, if it is dropped, until another pass begins."""
+        last = self._last_training
         for each in reversed(self._open):
             if each.trains:
                 return each
-        return self._left if self._left is not None and self._left.repeats else None
+        return last if last is not None and last.repeats else None
 
     @property
     def innermost(self) -> Pass | None:
@@ -124,21 +140,39 @@ class Passes:
     @property
     def in_weighted_batch(self) -> bool:
         """Whether the loop is at a batch of which each rank has a part with a weight, and in no whole pass inside it."""
-        training = self.training or self._left
+        training = self.training or self._last_training
         return training is not None and training.weights is not None and (not self._open or self._open[-1].trains)
 
     def begin(self, opened: Pass) -> None:
-        """Add ``opened``."""
-        self._left = None
+        """Add ``opened``, which begins, or goes on after another pass over its loader has ended it."""
+        self._last_training = None
         self._open.append(opened)
 
+    def is_open(self, opened: Pass) -> bool:
+        """Whether ``opened`` has begun and not ended."""
+        return opened in self._open
+
     def end(self, closed: Pass) -> None:
-        """Remove ``closed``, and let the loop draw as the passes that are left say."""
+        """Remove ``closed``. The loop draws as the passes that are left say from the next :meth:`draw` on."""
         if closed in self._open:
             self._open.remove(closed)
             if closed.trains:
-                self._left = closed if closed.untrained else None
-            self.draw()
+                self._last_training = closed if closed.untrained else None
+
+    def data_to_send(self) -> tuple[int, ...]:
+        """The digits of all training passes that have not sent theirs, added up; empty if all have."""
+        unsent = [each.data for each in self._training_passes() if each.data]
+        return tuple(sum(digits) % DIGITS for digits in zip(*unsent, strict=True))
+
+    def data_sent(self) -> None:
+        """The digits of :meth:`data_to_send` have travelled with a backward."""
+        for each in self._training_passes():
+            each.data = ()
+
+    def _training_passes(self) -> list[Pass]:
+        """The open training passes, and one that repeats, as in :attr:`training`."""
+        passes = [each for each in self._open if each.trains]
+        return passes or [each for each in [self.training] if each is not None]
 
     def draw(self) -> None:
         """Let the loop draw: on this rank's own streams of torch and numpy while a training pass is open, else on the shared ones."""
@@ -165,8 +199,7 @@ class Passes:
         self.backwards += 1
         if training := self.training:
             training.ran_backward()
-        if self.backwards == 1 and self._draws == "per_rank":
-            self.draw()
+        self.draw()
 
     def batch(self, sizes: Callable[[], Iterable[int]]) -> Batch:
         """The batch that a backward trains on, for its weight.
@@ -180,7 +213,7 @@ class Passes:
         Raises:
             UsageError: several batches have that size.
         """
-        training = self.training or self._left
+        training = self.training or self._last_training
         if training is None or not training.in_flight:
             return Batch(0, 1.0)
         batches = list(training.in_flight)
@@ -194,6 +227,7 @@ class Passes:
             return found.pop()
         raise UsageError(
             f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn others ahead "
-            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot say which weight the loss has. Call "
-            "backward before the next batch is drawn, or choose a batch size that divides the dataset and the number of ranks."
+            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot tell which of "
+            "them this loss belongs to. Call backward before the next batch is drawn, or "
+            "choose a batch size that divides the dataset and the number of ranks."
         )

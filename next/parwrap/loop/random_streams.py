@@ -7,6 +7,7 @@ draw on this rank's own streams now. ``passes.py`` decides when.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,9 +26,27 @@ ALL: Libraries = frozenset({"torch", "numpy", "python"})
 """While samples of a training pass are read, augmentation is the rank's own, whatever it draws from."""
 
 
+ANOTHER_SCOPE = 1_000_003
+"""Spreads the seeds of own streams in later scopes."""
+
+_begun_at: dict[int, int] = {}
+"""For each seed, a checksum of torch's shared stream where own streams first began from that seed, in any scope of this process."""
+
+
+def _own_seed(seed: int, rank: int) -> int:
+    """The seed of the own streams that begin now: ``seed`` plus ``rank``, and in a later scope another one.
+
+    In a later scope the shared stream is elsewhere, unless the script has seeded again to repeat what it drew.
+    """
+    state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
+    later = 0 if _begun_at.setdefault(seed, state) == state else state
+    return (seed + rank + later * ANOTHER_SCOPE) % 2**63
+
+
 def seed_all(seed: int) -> None:
     """Seed torch, numpy and Python, each with as many bits of ``seed`` as it takes."""
     torch.manual_seed(seed)
+    _begun_at.pop(torch.initial_seed(), None)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -137,14 +156,15 @@ class RandomStreams:
             self.use(before)
 
     def _begin_own(self) -> None:
-        seed = self._shared_seed = torch.initial_seed()
-        own = (seed + self._rank) % 2**63
+        self._shared_seed = torch.initial_seed()
+        own = _own_seed(self._shared_seed, self._rank)
         self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
     def script_seeded(self, library: str) -> None:
         """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
         if library == "torch":
             self.seedings += 1
+            _begun_at.pop(torch.initial_seed(), None)
         if not self._kept:
             return
         stream = self._libraries[library]

@@ -70,14 +70,15 @@ def _files(group: Group, folder: Path) -> Files:
     world = group.world
     rules = PathRules(world.rank, _began(folder))
     rules.own(os.path.realpath(folder))
-    progress = Progress(folder, world.local_rank, world.local_size)
+    place = world.node_ranks.index(world.rank)  # a launcher's local rank may count within a container
+    progress = Progress(folder, place, len(world.node_ranks))
     if world.rank == 0:
         return WriterFiles(rules, Journal(folder), progress, str(folder), world.size)
-    scratch = folder / f"scratch-{world.local_rank}"
+    scratch = folder / f"scratch-{place}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
     overlay = Overlay(rules, JournalReader(folder), os.path.realpath(scratch), world.node_rank == 0, group.timeout.total_seconds())
-    stands_in = KeptReadable(Journal(folder), progress) if world.local_rank == 0 else None
+    stands_in = KeptReadable(Journal(folder), progress) if place == 0 else None
     return ReplicaFiles(overlay, progress, stands_in)
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,9 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
                 torchs = dist.PrefixStore("torch", store)
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             control = dist.new_group(backend="gloo", timeout=waiting)
+            if not world.node_ranks:
+                ranks = _ranks_of_node(world, control)
+                world = replace(world, node_ranks=ranks, local_size=len(ranks))
             _current = Group(world, backend, device, waiting, dist.PrefixStore("parwrap", store), folder, control)
             with _naming_first_failure(_current):
                 yield _current
@@ -115,6 +118,13 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
             _current = None
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _ranks_of_node(world: World, control: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of this node, which a launcher may number in turn over the nodes."""
+    nodes = torch.empty(world.size, dtype=torch.int64)
+    dist.all_gather_into_tensor(nodes, torch.tensor([world.node_rank]), group=control)
+    return tuple(rank for rank, node in enumerate(nodes.tolist()) if node == world.node_rank)
 
 
 @contextmanager
@@ -160,11 +170,12 @@ def open_group() -> Group | None:
 @contextmanager
 def alone() -> Iterator[None]:
     """Declare that only this rank runs the block, so nothing in it may wait for other ranks."""
-    _alone.append(threading.get_ident())
+    thread = threading.get_ident()
+    _alone.append(thread)
     try:
         yield
     finally:
-        _alone.pop()
+        _alone.remove(thread)
 
 
 def is_alone() -> bool:
@@ -175,11 +186,12 @@ def is_alone() -> bool:
 @contextmanager
 def reading_stream() -> Iterator[None]:
     """Declare that the block reads a stream that parwrap divides: its code must not divide it by rank again."""
-    _reading_stream.append(threading.get_ident())
+    thread = threading.get_ident()
+    _reading_stream.append(thread)
     try:
         yield
     finally:
-        _reading_stream.pop()
+        _reading_stream.remove(thread)
 
 
 def _world() -> World:

@@ -73,7 +73,8 @@ def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
             folder = _made(shared, f"{start}-{opening}" if start else str(opening))
             store = dist.FileStore(str(folder / "store"), world.size)
             store.set_timeout(timeout)
-            yield Meeting(world, store, folder)
+            first = world.rank - world.local_rank
+            yield Meeting(replace(world, node_ranks=tuple(range(first, first + world.local_size))), store, folder)
         return
     rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=timeout)
     torchs, _, _ = next(rendezvous)
@@ -101,13 +102,19 @@ def on_loopback(world: World) -> Iterator[None]:
 
 
 def _placed(world: World, store: SignedStore) -> World:
-    """``world``, completed with facts that a launcher may not provide: which node this is, and how many ranks it has."""
+    """``world``, completed with facts that a launcher may not provide: which node this is, and which ranks it has.
+
+    A launcher may count the ranks of a machine where containers on it are nodes of their own, or may number ranks in turn over the nodes.
+    """
+    if world.on_one_node:
+        return replace(world, node_rank=0, node_ranks=tuple(range(world.size)))
     if world.local_size and world.node_rank is not None:
-        return world
+        return world  # the process group asks once it is open
     store.set(f"node of {world.rank}", _node())
     nodes = [store.get(f"node of {rank}", str) for rank in range(world.size)]
     mine = nodes[world.rank]
-    return replace(world, local_size=nodes.count(mine), node_rank=list(dict.fromkeys(nodes)).index(mine))
+    ranks = tuple(rank for rank, node in enumerate(nodes) if node == mine)
+    return replace(world, local_size=len(ranks), node_rank=list(dict.fromkeys(nodes)).index(mine), node_ranks=ranks)
 
 
 def _node() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
+__all__ = ["Structure", "described", "difference", "digest", "mapped", "mixed_dtypes", "number_dtype"]
 
 MOST_NAMED = 3
 """The most differences that an error names."""
@@ -85,18 +85,6 @@ def described(x: Any) -> Structure:
 
     enter(x, "")
     return structure
-
-
-def leaves(x: Any) -> dict[str, Any]:
-    """The leaves of ``x``, by their expressions.
-
-    >>> leaves({"loss": 0.5, "hits": [1, 2]})
-    {"['hits'][0]": 1, "['hits'][1]": 2, "['loss']": 0.5}
-    """
-    inner = _entries(x)
-    if inner is None:
-        return {"": x}
-    return {name + place: leaf for name, value in inner for place, leaf in leaves(value).items()}
 
 
 def digest(structure: Structure) -> int:

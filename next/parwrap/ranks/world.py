@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parwrap.errors import LaunchError
@@ -43,6 +43,7 @@ class World:
         node_rank: this node, counted from 0; ``None`` if the launcher does not set it, until the process group is open.
         launcher: the name of the row of ``LAUNCHERS`` with these facts; ``None`` for a process started by hand.
         init_method: the rendezvous, as ``torch.distributed.init_process_group`` takes it; ``None`` if unknown.
+        node_ranks: the ranks of this node in ascending order; empty until the process group is open.
 
     >>> World().size
     1
@@ -55,6 +56,7 @@ class World:
     node_rank: int | None = 0
     launcher: str | None = None
     init_method: str | None = "env://"
+    node_ranks: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def on_one_node(self) -> bool:

@@ -17,10 +17,10 @@ from torch import nn
 
 from parwrap.checks.same_step import Entry
 from parwrap.checks.same_weights import SameWeights
-from parwrap.data.loaders import loss_factor
 from parwrap.errors import UsageError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import leading_sizes
+from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.buffers import Buffers

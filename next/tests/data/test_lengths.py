@@ -13,12 +13,12 @@ from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
     block,
+    copied_with,
     distributed_sampler,
     is_plain,
     samples_in,
     share_length,
     shuffles,
-    with_others,
 )
 from training import Training
 
@@ -255,7 +255,7 @@ def test_a_copy_of_a_loader_keeps_what_a_subclass_has():
 
     loader = Own(range(4), batch_size=2)
     loader.name = "own"
-    copied = with_others(loader, sampler=range(2))
+    copied = copied_with(loader, sampler=range(2))
 
     assert (Own, "own", range(2), 4) == (type(copied), copied.name, copied.sampler, len(copied.dataset))
     assert isinstance(loader.sampler, SequentialSampler)

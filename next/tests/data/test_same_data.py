@@ -160,6 +160,22 @@ def test_different_texts_are_a_warning():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("apart", [0, 1])
+def test_all_loaders_that_are_zipped_are_compared(apart):
+    data = [torch.arange(8.0), torch.arange(8.0)]
+    data[apart] += parwrap.rank()
+    with pytest.raises(RankMismatchError, match="different numbers at the same places"):
+        train_on_zipped(*data)
+
+
+def train_on_zipped(*data):
+    with parwrap.distributed():
+        training = Training()
+        for _ in zip(*map(DataLoader, data), strict=True):
+            training.step()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("nothing_is_warned_of")
 def test_the_same_data_and_whole_passes_over_different_data_are_nothing_to_say():
     with parwrap.distributed():

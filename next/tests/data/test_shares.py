@@ -126,6 +126,93 @@ def test_a_distributed_sampler_of_the_script_is_copied_for_this_rank(replicas, b
     assert seen[0] == seen[1] != seen[2]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_batch_sampler_of_a_distributed_sampler_keeps_its_batch_size(replicas, batch):
+    with parwrap.distributed(batch=batch):
+        sampler = DistributedSampler(range(16), num_replicas=replicas, rank=0, shuffle=False)
+        loader = DataLoader(range(16), batch_sampler=BatchSampler(sampler, 4, False))
+        batches = batches_of(loader, Training())
+
+        assert ([4, 4] if batch == "per_rank" else [2] * 4) == [len(each) for each in batches]
+        assert len(batches) == len(loader)
+        assert list(range(16)) == everyones([sample for each in batches for sample in each])
+
+
+class Pairs:
+    """A batch sampler that puts each sample beside its follower."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return ([index, index + 1] for index in self.sampler if index % 2 == 0)
+
+    def __len__(self):
+        return len(self.sampler) // 2
+
+
+@pytest.mark.ranks(2)
+def test_the_batches_of_another_batch_sampler_over_a_distributed_sampler_are_dealt_out():
+    with parwrap.distributed():
+        sampler = DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=False)
+        loader = DataLoader(range(8), batch_sampler=Pairs(sampler))
+
+        assert [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][parwrap.rank()] == batches_of(loader, Training())
+        assert 2 == len(loader)
+
+
+@pytest.mark.ranks(2)
+def test_the_length_of_a_distributed_sampler_is_that_of_a_share():
+    with parwrap.distributed():
+        loader = DataLoader(range(12), batch_size=2, sampler=DistributedSampler(range(12), num_replicas=2, rank=0))
+
+        assert len(loader) == len(batches_of(loader, Training())) == len(loader) == 3
+
+
+class Small(DistributedSampler):
+    """Leaves out what is not small."""
+
+    def __iter__(self):
+        return (index for index in super().__iter__() if index < 8)
+
+
+@pytest.mark.ranks(2)
+def test_the_batches_of_the_scripts_own_kind_of_distributed_sampler_are_dealt_out():
+    with parwrap.distributed():
+        loader = DataLoader(range(16), batch_size=2, sampler=Small(range(16), num_replicas=1, rank=0, shuffle=False))
+
+        assert [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][parwrap.rank()] == batches_of(loader, Training())
+
+
+def divided(options):
+    """A loader with a sampler that gives this rank its share."""
+    sampler = Small(range(16), num_replicas=2, rank=parwrap.rank(), shuffle=False)
+    with parwrap.distributed(**options):
+        loader = DataLoader(range(16), batch_size=2, sampler=sampler)
+        return len(loader), batches_of(loader, Training())
+
+
+@pytest.mark.ranks(2)
+def test_unless_it_gives_each_rank_its_share():
+    length, batches = divided({})
+
+    assert 4 == length
+    assert [[[0, 2], [4, 6]], [[1, 3], [5, 7]]][parwrap.rank()] == batches
+
+
+@pytest.mark.ranks(2)
+def test_the_batches_of_such_a_share_are_not_divided_again():
+    with pytest.raises(UsageError) as error:
+        divided({"batch": "global"})
+
+    assert str(error.value) == (
+        'batch="global" divides each batch among the ranks, but the Small of a DataLoader has divided the dataset already, in its own way. '
+        "Make it with num_replicas=1 and rank=0, so that every rank draws the whole batches."
+    )
+
+
 # per rank: every N-th batch
 
 

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 import parwrap
 from parwrap.data.loaders import shows_share, trains
 from parwrap.errors import UsageError
-from training import Training, everyones, read
+from training import Training, everyones, read, samples
 
 SHARE = [[0, 2, 4, 6], [1, 3, 5, 7]]
 WHOLE = list(range(8))
@@ -515,14 +515,91 @@ def test_a_pass_ends_when_it_is_exhausted_dropped_or_its_loader_begins_another_t
 
 
 @pytest.mark.ranks(2)
-def test_a_pass_that_its_loader_has_ended_yields_nothing_more():
+def test_a_pass_that_its_loader_has_ended_is_read_on_as_a_training_pass():
     with parwrap.distributed():
         training, loader = Training(), in_order()
         kept = iter(loader)
         next(kept)
         training.train(loader)
+        left = samples(next(kept))
+        own = parwrap.gather(torch.rand(1).item())
 
-        assert [] == list(kept)
+        assert share()[2:] == left
+    assert 2 == len(set(own))
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_pass_over_the_loader_of_a_training_pass_does_not_end_it():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        trained, whole = [], []
+        for batch in loader:
+            trained += samples(batch)
+            training.step()
+            with torch.no_grad():
+                whole.append(read(loader))
+
+    assert share() == trained
+    assert [list(range(8))] * 2 == whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_loader_that_is_zipped_with_itself_is_read_to_its_end_twice():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        pairs = [samples([one]) + samples([other]) for one, other in zip(loader, loader, strict=True) if not training.step()]
+
+    assert [2 * share()[:2], 2 * share()[2:]] == pairs
+
+
+@pytest.mark.ranks(2)
+def test_loops_over_one_loader_nest():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        seen = []
+        for outer in loader:
+            training.step()
+            seen.append([samples(outer), training.train(loader)])
+
+    assert [[share()[:2], share()], [share()[2:], share()]] == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_pass_that_is_kept_ends_when_its_loader_begins_another_pass():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        training.train(loader)
+        with torch.no_grad():
+            kept = iter(loader)
+            next(kept)
+        training.train(loader)
+        training.step()  # in no pass
+
+        assert [2, 3] == samples(next(kept))
+
+
+class Trainer:
+    """Holds its iterator in a cycle."""
+
+    def __init__(self, loader):
+        self.me, self.batches = self, iter(loader)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_loader():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        next(Trainer(loader).batches)
+        training.step()
+        if parwrap.rank() == 0:
+            gc.collect()
+        own = parwrap.gather(torch.rand(1).item())
+        training.train(loader)
+        gc.collect()
+        shared = parwrap.gather(torch.rand(1).item())
+
+    assert (2, 1) == (len(set(own)), len(set(shared)))
 
 
 @pytest.mark.ranks(2)

@@ -14,6 +14,7 @@ from parwrap.loop.optimizers import Optimizers, evaluates, parameters_of
 from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams
 from parwrap.places import Place
+from parwrap.ranks.group import alone
 
 
 @pytest.fixture
@@ -118,6 +119,16 @@ def test_a_mode_is_the_last_call_of_the_script(optimizers):
 
     assert [False, True, False, True, False, True] == modes
     assert optimizers.eval_place() is None
+
+
+def test_what_one_rank_does_alone_changes_no_mode(optimizers):
+    model = nn.Linear(1, 1)
+    built = SGD(model.parameters(), lr=1.0)
+    with alone():
+        model.eval()
+
+    assert [built] == optimizers.all()
+    assert not optimizers.evaluate()
 
 
 def test_the_line_of_an_eval_is_known(optimizers):

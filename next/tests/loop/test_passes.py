@@ -68,6 +68,7 @@ def test_an_evaluation_inside_a_training_pass_keeps_its_draws(streams):
     passes = Passes(streams)
     opened(passes)
     passes.end(opened(passes, trains=False))
+    passes.draw()
 
     assert TRAINING == streams.use(NONE)
 
@@ -120,10 +121,47 @@ def test_a_dropped_pass_that_repeats_stays_a_training_pass_until_another_begins(
     drawn(passes, training, 2)
     passes.end(training)
 
+    passes.draw()
+
     assert training is passes.training
     assert TRAINING == streams.use(NONE)
     passes.begin(Pass(False, False, HERE))
     assert passes.training is None
+
+
+def test_the_digits_of_all_training_passes_travel_once(streams):
+    passes = Passes(streams)
+    outer, inner = opened(passes), opened(passes)
+    outer.data, inner.data = (250, 1), (3, 2)
+    opened(passes, trains=False)
+
+    assert (2, 3) == passes.data_to_send()
+    passes.data_sent()
+    assert ((), (), ()) == (passes.data_to_send(), outer.data, inner.data)
+    opened(passes).data = (7, 8)
+    assert (7, 8) == passes.data_to_send()
+
+
+def test_a_dropped_pass_that_repeats_sends_its_digits_too(streams):
+    passes = Passes(streams)
+    training = opened(passes)
+    training.repeats, training.data = True, (7, 8)
+    drawn(passes, training, 2)
+    passes.end(training)
+
+    assert (7, 8) == passes.data_to_send()
+    passes.data_sent()
+    assert () == passes.data_to_send()
+
+
+def test_a_backward_lets_the_loop_draw_as_the_open_passes_say(streams):
+    passes = Passes(streams)
+    training = opened(passes)
+    passes.draw()
+    passes.end(training)  # in another thread, which does not switch streams
+    passes.ran_backward()
+
+    assert NONE == streams.use(NONE)
 
 
 def test_without_weights_every_batch_counts_as_one(streams):
@@ -141,8 +179,8 @@ def test_a_batch_that_no_size_tells_is_refused(streams, seen):
     with pytest.raises(
         UsageError,
         match=r"test_passes.py:\d+ trains on a batch of the loader at train.py:3, which has drawn others ahead \(4, 2 samples\), so "
-        "parwrap cannot say which weight the loss has. Call backward before the next batch is drawn, or choose a batch size that divides "
-        "the dataset and the number of ranks.",
+        "parwrap cannot tell which of them this loss belongs to. Call backward before the next batch is drawn, or choose a batch "
+        "size that divides the dataset and the number of ranks.",
     ):
         passes.batch(lambda: seen)
 
@@ -157,5 +195,6 @@ def test_torchs_stream_is_where_it_was(streams):
     passes.draw()
     torch.rand(1)
     passes.end(passes.training)
+    passes.draw()
 
     assert torch.equal(expected, torch.cat([first, torch.rand(1)]))

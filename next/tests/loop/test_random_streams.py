@@ -36,6 +36,40 @@ def test_own_streams_differ_by_rank_and_shared_ones_do_not():
     assert 1 == len(set(shared))
 
 
+def own_of_scope(rank=1):
+    """What a rank draws on its own streams in a new scope, after something drawn by all."""
+    torch.rand(1)
+    streams = RandomStreams(rank)
+    with streams.used(ALL):
+        own = draw()
+    streams.close()
+    return own
+
+
+def test_own_streams_of_a_later_scope_are_others():
+    seed_all(1)
+    own = [own_of_scope() for _ in range(3)]
+
+    assert [3, 3, 3] == [len(set(each)) for each in zip(*own, strict=True)]
+    torch.manual_seed(1)
+    assert own == [own_of_scope() for _ in range(3)]
+    assert own_of_scope(rank=1) != own_of_scope(rank=2)
+
+
+def test_a_script_that_seeds_inside_a_later_scope_gets_the_streams_of_that_seed():
+    seed_all(1)
+    expected = own_of_scope()
+    streams = RandomStreams(rank=1)
+    torch.manual_seed(1)
+    torch.rand(7)
+    streams.script_seeded("torch")
+    with streams.used(ALL):
+        own = draw()
+    streams.close()
+
+    assert expected == own
+
+
 def test_each_set_goes_on_where_it_was():
     seed_all(1)
     expected = [draw() for _ in range(4)]

@@ -1,6 +1,7 @@
 """The process group: opened, closed, asked, and found again where the user's own code has started it."""
 
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -10,14 +11,17 @@ import torch
 import torch.distributed as dist
 
 import parwrap
+from parwrap.errors import UsageError
 from parwrap.ranks import group as groups
-from parwrap.ranks.group import alone, current, is_alone, open_group, opened
+from parwrap.ranks import rendezvous
+from parwrap.ranks.group import alone, current, is_alone, open_group, opened, reading_stream
+from parwrap.ranks.store import SignedStore
 from parwrap.ranks.world import World
 
 
 def closed(folder):
     """The place of this rank, to open another group that meets in ``folder``; the group of the test is closed."""
-    world = replace(current().world, init_method=f"file://{folder}/store")
+    world = replace(current().world, init_method=f"file://{folder}/store", node_ranks=())
     dist.destroy_process_group()
     return world
 
@@ -54,6 +58,31 @@ def test_a_group_opens_again_without_reading_the_keys_of_the_one_before(tmp_path
         assert current() is None
         assert not dist.is_initialized()
         assert sys.excepthook is before
+
+
+@pytest.mark.ranks(3, fresh=True)
+def test_a_group_knows_the_ranks_of_its_node_however_the_launcher_numbers_them(tmp_path):
+    here = closed(tmp_path)
+    seen = []
+    for world in (
+        here,
+        replace(here, node_rank=here.rank % 2, local_rank=here.rank // 2, local_size=2 - here.rank % 2),  # in turn over two nodes
+        replace(here, node_rank=0, local_size=2) if here.rank < 2 else replace(here, node_rank=1, local_rank=0, local_size=1),
+    ):
+        with opened(world, "gloo") as group:
+            seen.append(group.world.node_ranks)
+
+    assert [(0, 1, 2), [(0, 2), (1,), (0, 2)][here.rank], [(0, 1), (0, 1), (2,)][here.rank]] == seen
+
+
+def test_containers_on_one_machine_are_nodes_of_their_own(monkeypatch):
+    store = SignedStore(dist.HashStore(), "meeting")
+    for rank in (0, 1):  # the launcher counts ranks of the machine, and does not say how many it has
+        store.set(f"node of {rank}", f"container {rank}")
+    monkeypatch.setattr(rendezvous, "_node", lambda: "container 1")
+    world = rendezvous._placed(World(1, 2, 1, 0, None, "MPI"), store)
+
+    assert (1, 1, (1,)) == (world.node_rank, world.local_size, world.node_ranks)
 
 
 @pytest.mark.ranks(2)
@@ -128,3 +157,32 @@ def test_only_the_thread_that_runs_alone_is_alone():
     with alone():
         assert is_alone()
     assert not is_alone()
+
+
+@pytest.mark.parametrize(("block", "is_inside"), [(alone, is_alone), (reading_stream, lambda: raises(parwrap.rank))])
+def test_threads_that_overlap_leave_only_their_own_block(block, is_inside):
+    entered, leave, left = threading.Event(), threading.Event(), []
+
+    def other():
+        with block():
+            entered.set()
+            leave.wait(5)
+        left.append(is_inside())
+
+    with block():
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(5)
+    mine = is_inside()
+    leave.set()
+    thread.join()
+
+    assert (False, [False]) == (mine, left)
+
+
+def raises(call):
+    try:
+        call()
+    except UsageError:
+        return True
+    return False

@@ -1,13 +1,9 @@
-"""The private names of process groups, device meshes and DDP that parwrap uses, in a group of one rank."""
-
-import gc
-import weakref
+"""The private names of process groups and DDP that parwrap uses, in a group of one rank."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.torch_private import distributed
@@ -19,26 +15,6 @@ def _group():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def test_collectives_are_counted():
-    before = distributed.collective_count(dist.group.WORLD)
-    dist.all_reduce(torch.ones(1))
-    dist.barrier()
-
-    assert before + 2 == distributed.collective_count(dist.group.WORLD)
-
-
-def test_another_group_can_be_the_default():
-    world, other = dist.group.WORLD, dist.new_group([0])
-    before, others = distributed.collective_count(world), distributed.collective_count(other)
-    distributed.set_default_group(other)
-    dist.all_reduce(torch.ones(1))
-    assert dist.group.WORLD is other
-    distributed.set_default_group(world)
-
-    assert dist.group.WORLD is world
-    assert (before, others + 1) == (distributed.collective_count(world), distributed.collective_count(other))
 
 
 def test_process_groups_are_ended_without_waiting():
@@ -68,15 +44,3 @@ def test_a_reducer_says_whether_all_parameters_have_taken_part():
 
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         distributed.check_reducer_finalized(ddp.reducer)
-
-
-def test_a_mesh_holds_a_closed_process_group_until_it_is_forgotten():
-    mesh = init_device_mesh("cpu", (1,))
-    group = weakref.ref(mesh.get_group())
-    dist.destroy_process_group()
-    gc.collect()
-    assert group() is not None
-    distributed.forget_process_groups(mesh)
-    gc.collect()
-
-    assert group() is None

@@ -1,54 +1,12 @@
 """The private names of optimizers that parwrap uses."""
 
-import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parwrap.torch_private import optimizer
 
 
 def an_optimizer():
     return torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
-
-
-@pytest.mark.parametrize(
-    ("register", "hooks"),
-    [
-        (register_optimizer_step_pre_hook, optimizer.global_pre_hooks),
-        (register_optimizer_step_post_hook, optimizer.global_post_hooks),
-    ],
-)
-def test_hooks_on_all_steps_can_be_put_first(register, hooks):
-    ran = []
-    first = register(lambda *args: ran.append("first"))
-    second = register(lambda *args: ran.append("second"))
-    try:
-        hooks.move_to_end(second.id, last=False)
-        an_optimizer().step()
-    finally:
-        first.remove()
-        second.remove()
-
-    assert ["second", "first"] == ran
-
-
-def test_hooks_on_all_steps_can_be_removed_and_put_back():
-    ran = []
-    handles = [register_optimizer_step_pre_hook(lambda *args: ran.append("pre"))]
-    handles.append(register_optimizer_step_post_hook(lambda *args: ran.append("post")))
-    before = [dict(hooks) for hooks in (optimizer.global_pre_hooks, optimizer.global_post_hooks)]
-    try:
-        optimizer.global_pre_hooks.clear()
-        optimizer.global_post_hooks.clear()
-        an_optimizer().step()
-        assert [] == ran
-        optimizer.global_pre_hooks.update(before[0])
-        optimizer.global_post_hooks.update(before[1])
-        an_optimizer().step()
-        assert ["pre", "post"] == ran
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def test_hooks_on_one_step_are_seen():
