@@ -91,6 +91,7 @@ class SameStep:
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self._work, self._interrupts = passes, work, interrupts
         self.grows = self.ending = False
+        self._last = "its start"
         assert group.folder is not None
         ranks = group.world.node_ranks
         self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks)
@@ -103,7 +104,8 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there, or has ended.
         """
-        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {'its end' if self.ending else script_place()}")
+        place = f"its end, after {self._last}" if self.ending else script_place()
+        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
         try:
             yield
         except RuntimeError as error:
@@ -117,6 +119,7 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there.
         """
+        self._last = place
         self._enter(State.BACKWARD, number, place)
 
     def _enter(self, state: State, what: int, place: str) -> None:

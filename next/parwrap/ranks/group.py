@@ -122,9 +122,9 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
 
 def _ranks_of_node(world: World, control: dist.ProcessGroup) -> tuple[int, ...]:
     """The ranks of this node, which a launcher may number in turn over the nodes."""
-    nodes = torch.empty(world.size, dtype=torch.int64)
-    dist.all_gather_into_tensor(nodes, torch.tensor([world.node_rank]), group=control)
-    return tuple(rank for rank, node in enumerate(nodes.tolist()) if node == world.node_rank)
+    nodes = [torch.empty(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(nodes, torch.tensor([world.node_rank]), group=control)
+    return tuple(rank for rank, node in enumerate(nodes) if node.item() == world.node_rank)
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def test_on_another_node_the_first_rank_stands_in_for_rank_zero(tmp_path):
     """Both ranks run here; each has a folder of its own, as on two nodes."""
     folder = tmp_path / f"node{rank()}"
     folder.mkdir()
-    world = replace(current().world, node_rank=rank(), local_rank=0, local_size=1)
+    world = replace(current().world, node_rank=rank(), local_rank=0, local_size=1, node_ranks=(rank(),))
     with intercepting_files(replace(current(), world=world, folder=folder)):
         torch.save(torch.full((100_000,), rank()), tmp_path / "a.pt")
         seen = torch.load(tmp_path / "a.pt")[0].item(), os.path.getsize(tmp_path / "a.pt") > 1000
