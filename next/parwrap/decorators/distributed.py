@@ -259,7 +259,9 @@ class _Scope(Interceptor):
         streams = RandomStreams(group.world.rank)
         self._undo.callback(streams.close)
         passes = Passes(streams, options.draws)
-        optimizers, modules, losses = Optimizers(passes), Modules(passes, reachable(nn.Module, call)), Losses()
+        there = reachable((nn.Module, torch.optim.Optimizer), call)
+        optimizers, losses = Optimizers(passes), Losses()
+        modules = Modules(passes, [each for each in there if isinstance(each, nn.Module)])
         self._undo.callback(modules.close)
         self._interrupts = interrupts = Interrupts()
         self._undo.enter_context(interrupts.installed())
@@ -273,7 +275,7 @@ class _Scope(Interceptor):
         loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, loaders, same_step, self._say)
         self.strategy = strategy_of(options)(loop)
         self._undo.callback(self.strategy.close)
-        optimizers.note(reachable(torch.optim.Optimizer, call))
+        optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))

@@ -81,7 +81,7 @@ class GradientAverager:
         self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
         self._signal = nn.Parameter(torch.zeros_like(facts))
         report = weakref.WeakMethod(self._report)  # autograd keeps its hooks alive, where no collector finds the cycle
-        self._signal.register_hook(lambda grad: cast(Callable[..., torch.Tensor], report())(grad))
+        self._signal.register_hook(lambda grad: cast(Callable[[], torch.Tensor], report())())
         # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
         self._root = _in_new_thread(self._signal.sum)
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
@@ -116,14 +116,11 @@ class GradientAverager:
         """
         self._prepare(numbers, loss)
         call.run()
-        bits = self._facts.clone()
-        bits[Entry.GROWS] = float(self.grows)
-        bits[:-NUMBERS] = bits.new_tensor(self._reached())
-        self._signal.grad = average_now(self.parameters, bits)
+        self._signal.grad = average_now(self.parameters, self._report())
         self.has_local = False
 
     def received(self) -> list[float] | torch.Tensor:
-        """The means of the numbers of the last backward, indexed by :class:`Entry`; of a GPU as a tensor of shape ``(15,)`` there."""
+        """The means of the numbers of the last backward, indexed by :class:`Entry`; of a GPU as a tensor of shape ``(NUMBERS,)``."""
         means = cast(torch.Tensor, self._signal.grad)
         return means[-NUMBERS:] if self._numbers is None else means.numpy()[-NUMBERS:].tolist()
 
@@ -146,8 +143,8 @@ class GradientAverager:
         self._signal.grad, self.grows = None, False
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 
-    def _report(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the signal, which autograd asks for when all others are there."""
+    def _report(self) -> torch.Tensor:
+        """This rank's bits and numbers: the gradient of the signal, for which autograd asks when all others are there."""
         reached = self._reached()
         facts = self._facts.clone()
         if self.grows:
