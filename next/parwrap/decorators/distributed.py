@@ -272,7 +272,8 @@ class _Scope(Interceptor):
         group.control_message = same_step.control
         loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)
         self._undo.callback(loaders.close)
-        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, loaders, same_step, self._say)
+        divisors = Divisors(group, passes, lambda: self._options)
+        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, loaders, same_step, self._say)
         self.strategy = strategy_of(options)(loop)
         self._undo.callback(self.strategy.close)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
@@ -280,7 +281,7 @@ class _Scope(Interceptor):
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders] if options.strategy != "none" else []
-        return [_Seeds(streams), optimizers, modules, losses, *shared, Divisors(group, passes, lambda: self._options), self.strategy, self]
+        return [_Seeds(streams), optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:

@@ -55,6 +55,7 @@ class DDP(Strategy):
         if self._thread is not None:
             if self._thread is not threading.current_thread():
                 raise self._two_threads()
+            self._loop.divisors.weigh(call)
             call.run()  # inside of another backward, as re-entrant checkpoints do it
             return
         self._thread = threading.current_thread()
@@ -76,9 +77,9 @@ class DDP(Strategy):
         # how much does this rank's part of the batch count?
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
         scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
-        root, weighted = loop.losses.root(call), call if scale == 1.0 else call.times(scale)
         if self._local:
-            weighted.run()
+            loop.divisors.weigh(call)
+            call.times(scale).run()
             return
 
         # which parameters?
@@ -90,7 +91,11 @@ class DDP(Strategy):
         averager.check()
 
         # run the backward, while torch's hooks average the buckets
-        loss = None if root is None else root.detach() if scale == 1.0 else root.detach() * scale
+        root, added = loop.losses.root(call), loop.divisors.weigh(call)
+        loss = None if root is None else root.detach() if added is None else root.detach() + added
+        weighted = call
+        if scale != 1.0:
+            weighted, loss = call.times(scale), None if loss is None else loss * scale
         numbers = loop.same_step.numbers(averager.number, batch.weight)
         loop.same_step.backward(averager.number, site.shown)
         try:

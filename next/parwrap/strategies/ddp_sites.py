@@ -121,6 +121,8 @@ class Sites:
             return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not optimizers.of_batch(leaf)], ()
         owners = optimizers.owners()
         chosen = {id(owners[id(leaf)]) for leaf in leaves if id(leaf) in owners}
+        if not chosen and reenters(call.tensors):  # all of it is inside a checkpoint, which hides its leaves
+            chosen = set(map(id, optimizers.all()))
         owned = [
             p
             for optimizer in optimizers.all()

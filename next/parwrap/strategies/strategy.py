@@ -15,6 +15,7 @@ from torch import nn
 from parwrap.checks.same_step import SameStep
 from parwrap.data.loaders import Loaders
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.divisors import Divisors
 from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
@@ -36,6 +37,7 @@ class Loop:
         optimizers: the optimizers of the script.
         modules: the modules of the script.
         losses: the scalars that backwards are called on.
+        divisors: the cross entropies of a global batch.
         loaders: the loaders.
         same_step: the check of lockstep.
         say: prints a line on rank 0.
@@ -47,6 +49,7 @@ class Loop:
     optimizers: Optimizers
     modules: Modules
     losses: Losses
+    divisors: Divisors
     loaders: Loaders
     same_step: SameStep
     say: Callable[[str], None]
