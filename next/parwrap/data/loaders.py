@@ -149,6 +149,7 @@ class _Known:
         given: a length that was given before its first training pass, and where.
         whole_at: lines that read it without a backward: everything is read there.
         copy: the copy that is read, if its workers persist or if it has a state.
+        iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
     seed: int | None = None
@@ -158,6 +159,7 @@ class _Known:
     given: tuple[int, Place] | None = None
     whole_at: set[Place] = field(default_factory=set)
     copy: DataLoader | None = None
+    iterated: weakref.ref[_Iteration] | None = None
 
 
 class Loaders(Interceptor):
@@ -194,7 +196,9 @@ class Loaders(Interceptor):
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         if get_worker_info() is not None or is_alone():
             return original(loader)
-        return _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
+        made = _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
+        self.known(loader).iterated = weakref.ref(made)
+        return made
 
     def begin(self, iteration: _Iteration) -> None:
         """Decide what ``iteration`` reads, and begin its pass."""
@@ -204,21 +208,14 @@ class Loaders(Interceptor):
         if loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
             iteration.workers_seed = self._workers_seed(loader)
         self._note_line_that_begins_again(known, place)
-        training = loader in _sharded or (
-            place not in known.whole_at
-            and trains(
-                gradients_on=torch.is_grad_enabled(),
-                optimizer_built=self._optimizers.were_built,
-                in_eval=self._optimizers.evaluate(),
-            )
-        )
+        training = self._trains(loader, known, place)
         shared = training and loader not in _replicated
         for each in list(known.open):
             if training or not each.trains:
                 self._leave(known, each)
         if training and self.in_loop():
             self.begins_training()
-        opened, last = Pass(training, shared, place), known.last
+        opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
         iteration.opened, known.last = opened, opened
         if shared:
@@ -235,6 +232,17 @@ class Loaders(Interceptor):
         self.go_on(iteration)
         self._open.add(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
+
+    def _trains(self, loader: DataLoader, known: _Known, place: Place) -> bool:
+        """Whether a pass over ``loader`` that begins now trains."""
+        return loader in _sharded or (
+            place not in known.whole_at
+            and trains(
+                gradients_on=torch.is_grad_enabled(),
+                optimizer_built=self._optimizers.were_built,
+                in_eval=self._optimizers.evaluate(),
+            )
+        )
 
     def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         if self._options().uneven == "drop":
@@ -302,13 +310,14 @@ class Loaders(Interceptor):
 
     def _note_unused(self, known: _Known, opened: Pass) -> None:
         """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
-        if not opened.drawn or self._passes.backwards > opened.backwards_before or opened.place in known.whole_at:
+        if not opened.drawn or self._passes.backwards > opened.backwards_before or opened.place in known.whole_at or opened.said:
             return
         known.whole_at.add(opened.place)
         known.epoch -= 1
         warn(
             f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
-            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on."
+            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
+            "you keep the batches to train on them later, write parwrap.shard(loader)."
         )
 
     def in_loop(self) -> bool:
@@ -418,6 +427,9 @@ class Loaders(Interceptor):
         known = self.known(loader)
         if known.open:
             return self._share_length(loader, whole) if known.open[-1].shared else whole
+        iterated = None if known.iterated is None else known.iterated()
+        if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
+            return self._share_length(loader, whole) if self._trains(loader, known, iterated.place) else whole
         gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
         shared = loader in _sharded or shows_share(
             last_trained=None if known.last is None else known.last.shared,

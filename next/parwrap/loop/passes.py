@@ -53,6 +53,7 @@ class Pass:
         trains: whether it is a training pass.
         shared: whether this rank reads only its share.
         place: the line that reads it.
+        said: whether the script has said that it is shared.
         data: digits of a hash of what all ranks must read alike, which travel with its first backward.
         weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
         backwards: the number of backwards since it began.
@@ -71,6 +72,7 @@ class Pass:
     trains: bool
     shared: bool
     place: Place
+    said: bool = False
     data: tuple[int, ...] = ()
     weights: deque[float] | None = None
     backwards: int = 0
