@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.checks.same_data import data_digits
+from parwrap.checks.same_data import Held, data_digits, held_by
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
@@ -149,6 +149,7 @@ class _Known:
         given: a length that was given before its first training pass, and where.
         whole_at: lines that read it without a backward: everything is read there.
         copy: the copy that is read, if its workers persist or if it has a state.
+        held: hashes of what it reads.
         iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
@@ -159,6 +160,7 @@ class _Known:
     given: tuple[int, Place] | None = None
     whole_at: set[Place] = field(default_factory=set)
     copy: DataLoader | None = None
+    held: Held | None = None
     iterated: weakref.ref[_Iteration] | None = None
 
 
@@ -170,11 +172,18 @@ class Loaders(Interceptor):
         options: a function that returns the options of the innermost running function.
         passes: the open passes.
         optimizers: the optimizers of the script.
+        begins: called when a pass begins, with whether it trains.
         say: prints a line on rank 0.
     """
 
     def __init__(
-        self, group: Group, options: Callable[[], Options], passes: Passes, optimizers: Optimizers, say: Callable[[str], None]
+        self,
+        group: Group,
+        options: Callable[[], Options],
+        passes: Passes,
+        optimizers: Optimizers,
+        begins: Callable[[bool], None],
+        say: Callable[[str], None],
     ) -> None:
         self._rank, self._size = group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
@@ -183,8 +192,7 @@ class Loaders(Interceptor):
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._seedings, self._loaders = 0, 0
         self._said: set[Place] = set()
-        self.begins_whole: Callable[[], None] = lambda: None
-        self.begins_training: Callable[[], None] = lambda: None
+        self._begins = begins
         self._collector: int | None = None  # the thread in which the garbage collector runs
         self._undo = ExitStack()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
@@ -213,8 +221,8 @@ class Loaders(Interceptor):
         for each in list(known.open):
             if training or not each.trains:
                 self._leave(known, each)
-        if training and self.in_loop():
-            self.begins_training()
+        if not training or self.in_loop():
+            self._begins(training)
         opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
         iteration.opened, known.last = opened, opened
@@ -222,8 +230,6 @@ class Loaders(Interceptor):
             self._begin_share(iteration, loader, known, opened)
         else:
             opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
-            if not training:
-                self.begins_whole()
             with self._drawing(random_streams.NONE), _seeding_workers(loader, iteration.workers_seed):
                 iteration.batches = iteration.original(loader)
             reads_own = training and self._reads_by_python(loader)
@@ -252,7 +258,8 @@ class Loaders(Interceptor):
             share, opened.weights = self._share(loader, known, seed)
             own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank  # workers of a stream draw alike on all ranks
             workers_seed = None if iteration.workers_seed is None else iteration.workers_seed + own
-            opened.data = data_digits(loader, seed, known.epoch)
+            known.held = held_by(loader) if known.held is None else known.held
+            opened.data = data_digits(loader, known.held, seed, known.epoch)
             self._check_length(loader, known, opened)
             with _seeding_workers(share, workers_seed):
                 iteration.batches = iteration.original(share)
@@ -476,23 +483,6 @@ class Loaders(Interceptor):
     def known(self, loader: DataLoader) -> _Known:
         """What is known about ``loader``."""
         return self._known.setdefault(loader, _Known())
-
-    def check_backward(self) -> None:
-        """Refuse a backward inside a pass that reads everything of a loader that trained on shares.
-
-        Raises:
-            UsageError: it names the ``eval()`` that makes the pass read everything.
-        """
-        innermost = self._passes.innermost
-        if innermost is None or not innermost.refuses_backward:
-            return
-        where = self._optimizers.eval_place()
-        because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
-        raise UsageError(
-            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. "
-            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the "
-            "pass begins, or write parwrap.shard(loader)."
-        )
 
     def _reading(self, loader: DataLoader) -> Reading:
         known = self.known(loader)

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from parwrap.checks.same_step import SameStep
-from parwrap.data.loaders import Loaders
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.divisors import Divisors
 from parwrap.loop.losses import Losses
@@ -38,7 +37,6 @@ class Loop:
         modules: the modules of the script.
         losses: the scalars that backwards are called on.
         divisors: the cross entropies of a global batch.
-        loaders: the loaders.
         same_step: the check of lockstep.
         say: prints a line on rank 0.
     """
@@ -50,7 +48,6 @@ class Loop:
     modules: Modules
     losses: Losses
     divisors: Divisors
-    loaders: Loaders
     same_step: SameStep
     say: Callable[[str], None]
 
@@ -73,6 +70,9 @@ class Strategy(Interceptor):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
         return nullcontext()
+
+    def begins_pass(self, trains: bool) -> None:
+        """A pass over a loader begins."""
 
     def end(self) -> None:
         """The function has ended on this rank without an error: compare with the others a last time."""
