@@ -89,10 +89,10 @@ class Backward(NamedTuple):
         """Whether the graph can be used again after this call."""
         return bool(self.options.get("retain_graph") or self.options.get("create_graph"))
 
-    def with_root(self, scalar: torch.Tensor, leaf: torch.Tensor) -> Backward:
-        """This call with one more root, whose gradient goes to ``leaf``."""
+    def run_with(self, root: torch.Tensor, leaf: torch.Tensor) -> None:
+        """Run torch's function with one more root, whose gradient goes to ``leaf``."""
         options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
-        return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
+        self.original((*self.tensors, root), (*self.grad_tensors, None), **options)
 
     def times(self, factor: float) -> Backward:
         """This call with its gradients multiplied by ``factor``."""

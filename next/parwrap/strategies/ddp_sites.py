@@ -231,7 +231,7 @@ class Sites:
 
 def _key(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
     """A key for the site where the running call comes from, and a function that returns the code objects in it."""
-    while frame is not None and is_ours(frame):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     innermost, depth = frame, 0
     key: list[int] = []
