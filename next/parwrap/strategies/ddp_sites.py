@@ -36,9 +36,6 @@ MOST = 64
 DEPTH = 6
 """The number of frames that identify a site: enough to see through a script's own helper functions."""
 
-ROUNDING = 1e-5
-"""Initial weights that differ by less come from other rounding, as in an orthogonal initialization on another CPU."""
-
 
 @dataclass
 class Site:
@@ -151,8 +148,8 @@ class Sites:
         with group.control_message("the weights at the first backward"):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
             most, least, re_enters, *is_sparse = largest.tolist()
-            differed_by = 0.0 if most == -least else take_rank_zeros(group, parameters)
-        if differed_by > ROUNDING:
+            differ = most != -least and not take_rank_zeros(group, parameters)
+        if differ:
             warn(
                 "parwrap: the weights of the ranks differ at the first backward, so rank 0's are used on all. Build the model where all "
                 "ranks draw the same: outside of training passes, after the same draws."
