@@ -114,7 +114,7 @@ def test_processors_that_round_in_other_ways_take_rank_zeros_weights(monkeypatch
     said = "weights differ by rounding between ranks, because their processors round in other ways \\(processor 0, processor 1\\)"
     if is_error:
         with (
-            pytest.raises(parwrap.RankMismatchError, match="1.weight .* differs between rank 0 and rank 1 after step 2"),
+            pytest.raises(parwrap.RankMismatchError, match=r"1\.weight .* differs between rank 0 and rank 1 after step 2"),
             parwrap.distributed(),
         ):
             train(differs)
