@@ -110,7 +110,7 @@ class DDP(Strategy):
 
         # compare, and leave the mean in the loss
         means = averager.received()
-        loop.same_step.compare(numbers, means, site.place)
+        loop.same_step.compare(numbers, means, loss, site.place)
         if root is not None:
             loop.losses.write_mean(root, call, means[Entry.LOSS] + means[Entry.LOSS_LOW])
         if loop.same_step.grows or self._sites.arrived:
