@@ -235,7 +235,7 @@ class _Scope(Interceptor):
                     self._end()
                 elif self._same_step is not None:
                     self._same_step.positions.raised()
-                explain(error)
+                explain(error, self.passes.samples if self.passes is not None and self._options.batch == "global" else None)
                 raise
             self._end()
 
