@@ -46,7 +46,7 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["distributed", "draws_put_back", "no_sync", "same_draws", "script_scope"]
+__all__ = ["distributed", "draws_put_back", "explained", "no_sync", "same_draws", "script_scope"]
 
 NOT_HERE = {
     **dict.fromkeys(
@@ -229,15 +229,19 @@ class _Scope(Interceptor):
                 interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
-                yield
+                with explained():
+                    yield
             except BaseException as error:
                 if isinstance(error, SystemExit) and not error.code:
                     self._end()
                 elif self._same_step is not None:
                     self._same_step.positions.raised()
-                explain(error, self.passes.samples if self.passes is not None and self._options.batch == "global" else None)
                 raise
             self._end()
+
+    def part(self) -> int | None:
+        """The number of samples in this rank's part of a batch, if batches are divided."""
+        return self.passes.samples if self.passes is not None and self._options.batch == "global" else None
 
     def _end(self) -> None:
         """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
@@ -362,6 +366,16 @@ def _set_states(states: tuple[Any, ...]) -> None:
     random.setstate(pythons)
     if gpu is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(gpu)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Add advice to an error that leaves the block."""
+    try:
+        yield
+    except BaseException as error:
+        explain(error, None if _scope is None else _scope.part())
+        raise
 
 
 @contextmanager
