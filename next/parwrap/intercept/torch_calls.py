@@ -314,7 +314,8 @@ def _seeded(interceptor: Interceptor) -> Patches:
     def patch(owner: Any, name: str, library: str) -> Patch:
         def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             result = wrapped(*args, **kwargs)
-            interceptor.seeded(library)
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):  # PowerSGD seeds a fork of the stream
+                interceptor.seeded(library)
             return result
 
         return Patch(owner, name, seed)
