@@ -248,20 +248,22 @@ class _Scope(Interceptor):
                 yield
             except BaseException as error:
                 if isinstance(error, SystemExit) and not error.code:
-                    self._end()
+                    self._end(returns=False)
                 elif self._same_step is not None:
                     self._same_step.positions.raised()
                 explain(error)
                 raise
-            self._end()
+            self._end(returns=not hidden)
 
-    def _end(self) -> None:
+    def _end(self, returns: bool) -> None:
         """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
         if self._group is None or self._same_step is None or self.strategy is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
             self._same_step.end()
             self.strategy.end()
+            if returns:  # a script's process ends
+                self.strategy.make_whole()
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())
 

@@ -297,6 +297,23 @@ def _stepped(interceptor: Interceptor) -> Patches:
     return [_hooked(interceptor.stepped, register_optimizer_step_post_hook)]
 
 
+def _optimizer_state(interceptor: Interceptor) -> Patches:
+    def state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> Any:
+        return interceptor.optimizer_state(instance, lambda: wrapped(*args, **kwargs))
+
+    return [Patch(Optimizer, "state_dict", state_dict)]
+
+
+def _load_optimizer_state(interceptor: Interceptor) -> Patches:
+    def load_state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        def with_state(state_dict: dict[str, Any]) -> None:
+            interceptor.load_optimizer_state(instance, wrapped, state_dict)
+
+        with_state(*args, **kwargs)
+
+    return [Patch(Optimizer, "load_state_dict", load_state_dict)]
+
+
 def _metric(interceptor: Interceptor) -> Patches:
     def step(wrapped: Callable, instance: ReduceLROnPlateau, args: tuple, kwargs: dict) -> None:
         def with_metric(metrics: Any, *rest: Any, **options: Any) -> None:
@@ -379,6 +396,8 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "built": _built,
     "step": _step,
     "stepped": _stepped,
+    "optimizer_state": _optimizer_state,
+    "load_optimizer_state": _load_optimizer_state,
     "metric": _metric,
     "seeded": _seeded,
     "fresh_seed": _fresh_seed,

@@ -114,6 +114,10 @@ class Optimizers(Interceptor):
             self._refuse_older(made, f"a parameter of shape {tuple(leaf.shape)}")
         return made is not None
 
+    def of_batch_only(self, optimizer: Optimizer) -> bool:
+        """Whether all that ``optimizer`` trains was made inside the training pass."""
+        return optimizer in self._batch_optimizers
+
     def _refuse_older(self, made: tuple[int, Place], what: str) -> None:
         batch, place = made
         if batch != self._passes.batches:
