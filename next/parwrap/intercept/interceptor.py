@@ -71,6 +71,9 @@ class Interceptor:
     def stepped(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` has run without raising."""
 
+    def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
+        """``GradScaler.step(optimizer)`` was called, which leaves the step out if gradients overflow. Returns what ``original`` returns."""
+
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """``optimizer.state_dict()`` was called. Returns the state."""
 

@@ -297,6 +297,13 @@ def _stepped(interceptor: Interceptor) -> Patches:
     return [_hooked(interceptor.stepped, register_optimizer_step_post_hook)]
 
 
+def _scaler_step(interceptor: Interceptor) -> Patches:
+    def step(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
+        return interceptor.scaler_step(args[0] if args else kwargs["optimizer"], lambda: wrapped(*args, **kwargs))
+
+    return [Patch(torch.amp.GradScaler, "step", step)]
+
+
 def _optimizer_state(interceptor: Interceptor) -> Patches:
     def state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> Any:
         return interceptor.optimizer_state(instance, lambda: wrapped(*args, **kwargs))
@@ -396,6 +403,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "built": _built,
     "step": _step,
     "stepped": _stepped,
+    "scaler_step": _scaler_step,
     "optimizer_state": _optimizer_state,
     "load_optimizer_state": _load_optimizer_state,
     "metric": _metric,

@@ -220,7 +220,7 @@ class Sites:
         return self._averagers.values()
 
 
-def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = ()) -> list[int]:
+def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = (), at: str = "backward") -> list[int]:
     """Take rank 0's weights where ranks begin with different ones; all ranks call it with parameters of the same shapes.
 
     Returns:
@@ -233,7 +233,7 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
     most, least, *anywhere = largest.tolist()
     if most != -least and take_rank_zeros(group, parameters) > ROUNDING:
         warn(
-            "parwrap: the weights of the ranks differ at the first backward, so rank 0's are used on all. Build the model where all "
+            f"parwrap: the weights of the ranks differ at the first {at}, so rank 0's are used on all. Build the model where all "
             "ranks draw the same: outside of training passes, after the same draws."
         )
     return anywhere
