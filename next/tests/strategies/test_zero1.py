@@ -132,6 +132,13 @@ def test_three_ranks_share_the_state_too():
 
 
 @pytest.mark.ranks(2)
+def test_a_larger_learning_rate_for_the_larger_batch_is_that_of_ddp():
+    weights = [flat(parwrap.distributed(strategy=strategy, lr="linear", seed=3)(train)(adam)[0]) for strategy in ("ddp", "zero1")]
+
+    assert torch.equal(*weights)
+
+
+@pytest.mark.ranks(2)
 def test_a_saved_state_is_resumed_by_ddp_by_zero_and_by_one_process():
     def resume(model, optimizer, file):
         file.seek(0)
