@@ -73,11 +73,8 @@ class Zero1(DDP):
         self._steps: list[_Step] = []
 
     def built(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, LBFGS) and not self._is_whole(optimizer):
-            raise UsageError(
-                f"{script_place()} builds an LBFGS, which steps all parameters as one vector, so its state cannot be sharded: choose a "
-                "strategy other than 'zero1', or another optimizer."
-            )
+        if not self._is_whole(optimizer):
+            _refuse_one_vector(optimizer)
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps as on one process."""
@@ -85,6 +82,7 @@ class Zero1(DDP):
 
     def _shards_of(self, optimizer: Optimizer) -> _Shards:
         if optimizer not in self._shards:
+            _refuse_one_vector(optimizer)
             self._shards[optimizer] = _Shards(optimizer, self._loop.group)
             self._sharded.append(weakref.ref(optimizer))
         self._shards[optimizer].deal()
@@ -117,10 +115,10 @@ class Zero1(DDP):
 
         def then_hide() -> Any:
             nonlocal calls
+            step.show()
             if calls:  # the step has moved this rank's parameters since
                 shards.send()
             calls += 1
-            step.show()
             loss = closure()
             step.hide(shards.others())
             return loss
@@ -185,6 +183,14 @@ class Zero1(DDP):
         super().close()
 
 
+def _refuse_one_vector(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            f"{script_place()} uses an LBFGS, which steps all parameters as one vector, so its state cannot be sharded: choose a strategy "
+            "other than 'zero1', or another optimizer."
+        )
+
+
 def _unhook(optimizer: Optimizer) -> None:
     for hooks in step_hooks(optimizer):
         hooks.pop(HOOK, None)
@@ -243,7 +249,8 @@ class _Shards:
     @torch.no_grad()
     def send(self) -> None:
         """Send the owners' values to every rank."""
-        rank, trained = self._group.world.rank, [p for p in parameters_of(self._optimizer) if p.requires_grad]
+        rank = self._group.world.rank
+        trained = [p for p in parameters_of(self._optimizer) if p.requires_grad or p.grad is not None]
         with self._group.control_message("sending the weights of a step"):
             for owner in range(self._group.world.size):
                 for bucket in _buckets(p for p in trained if self._owners[p] == owner):

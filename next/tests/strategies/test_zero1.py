@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parwrap
-from parwrap.errors import LockstepError, UsageError
+from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from parwrap.strategies.zero1 import dealt_out
 
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), torch.ones(24, 1))
@@ -194,6 +195,51 @@ def test_a_new_group_of_parameters_and_frozen_ones_train_as_with_ddp():
 
     assert torch.equal(weights, sharded_weights)
     assert equal_states(state, sharded)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_frozen_between_its_gradient_and_the_step_is_stepped_as_with_ddp():
+    def frozen():
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for x, y in DataLoader(DATA, batch_size=4):
+            optimizer.zero_grad(set_to_none=False)
+            nn.functional.mse_loss(model(x), y).backward()
+            model[0].requires_grad_(False)
+            optimizer.step()
+        return flat(model)
+
+    weights, sharded = by_both(frozen)
+
+    assert torch.equal(weights, sharded)
+
+
+@pytest.mark.ranks(2)
+def test_other_groups_on_another_rank_are_an_error():
+    def run():
+        model = model_of()
+        parameters = list(model.parameters())[parwrap.rank() :]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    with pytest.raises(RankMismatchError, match=r"the groups of an optimizer differ: rank 0 has .* and rank 1 has .* Build the same"):
+        parwrap.distributed(strategy="zero1")(run)()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_the_script_drops_is_freed():
+    with parwrap.distributed(strategy="zero1"):
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        for _ in range(4):  # the last step is compared with others'
+            weight.sum().backward()
+            optimizer.step()
+        dropped = weakref.ref(optimizer)
+        del optimizer
+
+        assert dropped() is None
 
 
 def by_closure():
@@ -398,10 +444,15 @@ def test_a_step_that_raises_leaves_all_gradients_behind_and_cannot_be_passed_ove
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_sharded_is_said():
+    model = model_of()
+    built_before = [[torch.optim.LBFGS(model.parameters())]]
     with parwrap.distributed(strategy="zero1"):
-        with pytest.raises(UsageError, match=r"test_zero1.py:\d+ builds an LBFGS, which steps all parameters as one vector, so its state"):
+        with pytest.raises(UsageError, match=r"test_zero1.py:\d+ uses an LBFGS, which steps all parameters as one vector, so its state"):
             torch.optim.LBFGS(model_of().parameters())
         optimizer = adam(model_of().parameters())
+        model[0].weight.sum().backward()
+        with pytest.raises(UsageError, match="uses an LBFGS, which steps all parameters as one vector"):
+            built_before[0][0].step(lambda: 0)
 
         @parwrap.rank_zero_only
         def save():
