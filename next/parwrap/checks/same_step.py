@@ -121,8 +121,12 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there.
         """
-        self._last = place
+        self.passed(place)
         self._enter(State.BACKWARD, number, place)
+
+    def passed(self, place: str) -> None:
+        """Training has come to ``place``, for errors about ranks that have ended there."""
+        self._last = place
 
     def _enter(self, state: State, what: int, place: str) -> None:
         self.positions.enter(state, what, place, alike=not self._interrupts.raised)

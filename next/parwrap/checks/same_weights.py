@@ -89,10 +89,14 @@ class SameWeights:
         passes: the passes over loaders.
         optimizers: the optimizers of the script.
         modules: the modules of the script: weights may change without an optimizer.
+
+    Attributes:
+        owned_only: whether only optimizers' parameters are compared, because what follows them, such as a moving average, differs rightly.
     """
 
     def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
         self._group, self._passes, self._optimizers, self._modules = group, passes, optimizers, modules
+        self.owned_only = False
         self._place: Place | None = None
         self._checked: tuple[int, int] | None = (0, 0)
         self._begun = 0
@@ -104,12 +108,16 @@ class SameWeights:
         """``optimizer`` has stepped."""
         if is_alone():
             return
-        if not any(optimizer is each for each in self._unchecked):
-            self._unchecked.append(optimizer)
+        self.note(optimizer)
         if is_due(self._optimizers.steps):
             self._place = script_place()
             self.check()
             self._place = None
+
+    def note(self, optimizer: Optimizer) -> None:
+        """The next check compares ``optimizer``, which has stepped."""
+        if not any(optimizer is each for each in self._unchecked):
+            self._unchecked.append(optimizer)
 
     def begins_pass(self) -> None:
         """A pass begins: weights may have been changed without any step."""
@@ -139,7 +147,7 @@ class SameWeights:
         optimizers, self._unchecked = self._unchecked, []
         owned = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         ids = set(map(id, owned))
-        others = {number: p for number, p in self._modules.trainable().items() if id(p) not in ids}
+        others = {} if self.owned_only else {number: p for number, p in self._modules.trainable().items() if id(p) not in ids}
         parameters = [*owned, *others.values()]
         options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
         sums = checksums(parameters)
