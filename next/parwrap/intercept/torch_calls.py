@@ -5,13 +5,15 @@ Where torch has a hook, the hook is used. Nothing is patched on import; ``interc
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +29,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed, when_imported
+from parwrap.intercept.patch import Patch, installed, is_patched, when_imported
+from parwrap.intercept.skipped_steps import closures, is_image, skipping
+from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata, is_transformed
-from parwrap.torch_private.modules import APPLY
+from parwrap.torch_private.modules import APPLY, CALL
 
-__all__ = ["Backward", "Criterion", "intercepting"]
+__all__ = ["Backward", "Clip", "Criterion", "intercepting"]
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -68,16 +72,19 @@ class Backward(NamedTuple):
         grad_tensors: the gradient of each; ``None`` stands for 1.
         options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
         original: torch's own function.
+        given: the tensors that the script has passed, of which ``tensors`` may be multiples.
     """
 
     tensors: tuple[torch.Tensor | GradientEdge, ...]
     grad_tensors: tuple[torch.Tensor | None, ...]
     options: dict[str, Any]
     original: Callable[..., None]
+    given: tuple[torch.Tensor | GradientEdge, ...]
 
     def run(self) -> None:
         """Run torch's function, or forward the call to the next interceptor."""
-        self.original(self.tensors, self.grad_tensors, **self.options)
+        kept = {"given": self.given} if is_patched(self.original) else {}
+        self.original(self.tensors, self.grad_tensors, **self.options, **kept)
 
     @property
     def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
@@ -132,8 +139,12 @@ def _bound(
     create_graph: bool = False,
     grad_variables: Any = None,
     inputs: Any = None,
+    given: tuple[torch.Tensor | GradientEdge, ...] | None = None,
 ) -> Backward:
-    """The call, from arguments as in torch's own signature; the deprecated ``grad_variables`` is the old name of ``grad_tensors``."""
+    """The call, from arguments as in torch's own signature and, from another interceptor, what the script has given.
+
+    The deprecated ``grad_variables`` is the old name of ``grad_tensors``.
+    """
     one = (torch.Tensor, GradientEdge)
     tensors = (tensors,) if isinstance(tensors, one) else tuple(tensors)
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
@@ -142,7 +153,7 @@ def _bound(
     options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
     if inputs is not None:
         options["inputs"] = (inputs,) if isinstance(inputs, one) else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
-    return Backward(tensors, tuple(grad_tensors), options, original)
+    return Backward(tensors, tuple(grad_tensors), options, original, tensors if given is None else given)
 
 
 class Criterion(NamedTuple):
@@ -203,6 +214,68 @@ def _scaled(interceptor: Interceptor) -> Patches:
     return [Patch(torch.amp.GradScaler, "scale", scale)]
 
 
+def _retain_grad(interceptor: Interceptor) -> Patches:
+    def retain_grad(wrapped: Callable, instance: torch.Tensor, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not instance.is_leaf:
+            interceptor.retain_grad(instance)
+
+    return [Patch(torch.Tensor, "retain_grad", retain_grad)]
+
+
+def _enter_autocast(interceptor: Interceptor) -> Patches:
+    """``torch.cuda.amp.autocast`` is a subclass, and a function under ``@torch.autocast(...)`` enters it too."""
+    between = os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__
+
+    def enter(wrapped: Callable, instance: torch.autocast, args: tuple, kwargs: dict) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(between):
+            frame = frame.f_back
+        # torch enters autocasts itself, for example to recompute a checkpoint
+        if frame is not None and not is_ours(frame) and not torch.compiler.is_compiling():
+            interceptor.enter_autocast(instance)
+        return wrapped(*args, **kwargs)
+
+    return [Patch(torch.autocast, "__enter__", enter)]
+
+
+class Clip(NamedTuple):
+    """A call of ``clip_grad_norm_``, ``clip_grad_value_`` or ``clip_grads_with_norm_``.
+
+    Attributes:
+        name: the name of the function.
+        parameters: the parameters whose gradients are clipped.
+        args: the arguments after ``parameters``.
+        kwargs: the keyword arguments.
+        original: torch's own function, or the next interceptor's.
+    """
+
+    name: str
+    parameters: list[torch.Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    original: Callable
+
+    def run(self) -> Any:
+        """Run torch's function, or the next interceptor's."""
+        return self.original(self.parameters, *self.args, **self.kwargs)
+
+
+def _clip(interceptor: Interceptor) -> Patches:
+    def bound(name: str, original: Callable, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Clip:
+        # a generator must survive several iterations
+        return Clip(name, [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), args, kwargs, original)
+
+    def patch(owner: Any, name: str) -> Patch:
+        def clip(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            return interceptor.clip(bound(name, wrapped, *args, **kwargs))
+
+        return Patch(owner, name, clip)
+
+    names = "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"
+    return [patch(owner, name) for owner in (nn.utils, nn.utils.clip_grad) for name in names if hasattr(owner, name)]
+
+
 # modules and parameters
 
 
@@ -256,6 +329,15 @@ def _moved(interceptor: Interceptor) -> Patches:
     return [Patch(nn.Module, APPLY, apply)]
 
 
+def _call(interceptor: Interceptor) -> Patches:
+    def call(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
+            return wrapped(*args, **kwargs)
+        return interceptor.call(instance, args, kwargs, wrapped)
+
+    return [Patch(nn.Module, CALL, call)]
+
+
 def _data_parallel(interceptor: Interceptor) -> Patches:
     def init(wrapped: Callable, instance: nn.DataParallel, args: tuple, kwargs: dict) -> None:
         def with_devices(module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
@@ -282,7 +364,7 @@ def _built(interceptor: Interceptor) -> Patches:
 @contextmanager
 def _hooked(hook: Callable[[Optimizer], Any], register: Callable) -> Iterator[None]:
     """``Optimizer.__init__`` rewrites ``step`` of every class that it first sees, so ``step`` is never patched: torch has a hook."""
-    handle = register(lambda optimizer, args, kwargs: hook(optimizer))
+    handle = register(lambda optimizer, args, kwargs: None if is_image(optimizer) else hook(optimizer))
     try:
         yield
     finally:
@@ -371,13 +453,19 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "backward": _backward,
     "criterion": _criterion,
     "scaled": _scaled,
+    "retain_grad": _retain_grad,
+    "enter_autocast": _enter_autocast,
+    "clip": _clip,
     "made": _made,
     "set_mode": _set_mode,
     "moved": _moved,
+    "call": _call,
     "data_parallel": _data_parallel,
     "built": _built,
     "step": _step,
     "stepped": _stepped,
+    "skips": skipping,
+    "closure": closures,
     "metric": _metric,
     "seeded": _seeded,
     "fresh_seed": _fresh_seed,
