@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--draws", "per-rank", "--strategy=none", "train.py"], Script("train.py", scope={"draws": "per_rank", "strategy": "none"})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (["--amp", "bf16", "train.py", "--amp"], Script("train.py", ("--amp",), scope={}, decorators={"amp": "bf16"})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),

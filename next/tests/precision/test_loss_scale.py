@@ -14,7 +14,6 @@ from parwrap.precision.loss_scale import AmpState, Iterations
 from scaled import batches, build, by_hand, loss_of, same
 
 
-
 def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():
     model = build()
     outside = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -120,7 +119,6 @@ def test_a_script_with_a_scaler_of_its_own_is_left_to_it(capfd):
         "parwrap: this script uses GradScaler itself, so parwrap.amp leaves it alone: it scales no loss and skips no step itself here. "
         "To let parwrap do it, remove it from the script."
     ] == said
-
 
 
 def ends(steps, known=""):

@@ -12,7 +12,6 @@ import parwrap
 from scaled import FP16, LOW, Recorder, batches, build, by_hand, loss_of, same
 
 
-
 def plain(data, micro=1, clip=None):
     model, recorder = build(), Recorder()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

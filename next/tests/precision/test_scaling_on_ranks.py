@@ -10,7 +10,6 @@ import parwrap
 from scaled import FP16, LOW, batches, build, loss_of, same
 
 
-
 @pytest.mark.ranks(2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     def train():

@@ -13,7 +13,6 @@ import parwrap
 from scaled import FP16, batches, build, loss_of, same
 
 
-
 def gan(data, backward, step, update):
     torch.manual_seed(0)
     generator, critic = nn.Linear(3, 6), nn.Linear(6, 1)
@@ -171,7 +170,7 @@ def test_a_step_that_calls_that_of_its_base_class_is_one_step():
 
     weight = nn.Parameter(torch.ones(1))
     torch.optim.SGD([weight])  # so that torch's hooks are around the base class's step too
-    with parwrap.amp(dtype="fp16", growth_interval=2) as _:
+    with parwrap.amp(dtype="fp16", growth_interval=2):
         optimizer = Noted([weight], lr=0.1)
         for factor, scale in ((math.inf, 32768.0), (1.0, 32768.0), (1.0, 65536.0)):
             optimizer.zero_grad()
@@ -193,7 +192,7 @@ def test_an_optimizer_that_wraps_another_steps_with_neither():
 
         def step(self, closure=None):
             self.inner.step()
-            for p, slow in zip([p for group in self.param_groups for p in group["params"]], self.slow):
+            for p, slow in zip([p for group in self.param_groups for p in group["params"]], self.slow, strict=True):
                 slow.lerp_(p.detach(), 0.5)
                 p.data.copy_(slow)
 
@@ -214,10 +213,11 @@ def test_a_step_that_cannot_be_skipped_is_an_error():
             with torch.no_grad():
                 weight.add_(1)
 
-    with parwrap.amp(dtype="fp16"), pytest.raises(parwrap.UsageError) as refusal:
+    with parwrap.amp(dtype="fp16"):
         optimizer = Stubborn([weight], lr=1.0)
         (weight * math.inf).sum().backward()
-        optimizer.step()
+        with pytest.raises(parwrap.UsageError) as refusal:
+            optimizer.step()
 
     assert str(refusal.value).endswith(
         ": Stubborn.step() has changed a parameter of shape (1,) in a step that parwrap has to skip. Let step() iterate over the "

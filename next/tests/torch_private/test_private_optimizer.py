@@ -1,6 +1,8 @@
 """The private names of optimizers that parwrap uses."""
 
+import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parwrap.torch_private import optimizer
 
@@ -16,3 +18,24 @@ def test_hooks_on_one_step_are_seen():
     one.register_step_post_hook(repr)
 
     assert ([print], [repr]) == tuple([*hooks.values()] for hooks in optimizer.step_hooks(one))
+
+
+@pytest.mark.parametrize(
+    ("register", "hooks"),
+    [
+        (register_optimizer_step_pre_hook, optimizer.global_pre_hooks),
+        (register_optimizer_step_post_hook, optimizer.global_post_hooks),
+    ],
+)
+def test_hooks_on_all_steps_can_be_put_first(register, hooks):
+    ran = []
+    first = register(lambda *args: ran.append("first"))
+    second = register(lambda *args: ran.append("second"))
+    try:
+        hooks.move_to_end(second.id, last=False)
+        an_optimizer().step()
+    finally:
+        first.remove()
+        second.remove()
+
+    assert ["second", "first"] == ran
