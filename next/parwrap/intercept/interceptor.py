@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from parwrap.intercept.torch_calls import Backward, Clip, Criterion
+    from parwrap.intercept.torch_calls import Backward, Clip, Criterion, ScalerCall
 
 __all__ = ["Interceptor"]
 
@@ -45,6 +45,9 @@ class Interceptor:
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
+
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """The script has called ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result."""
 
     def retain_grad(self, tensor: torch.Tensor) -> None:
         """``tensor.retain_grad()`` was called; ``tensor`` is not a leaf."""

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata, is_transformed
 from parwrap.torch_private.modules import APPLY, CALL
 
-__all__ = ["Backward", "Clip", "Criterion", "intercepting"]
+__all__ = ["Backward", "Clip", "Criterion", "ScalerCall", "intercepting"]
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -214,6 +215,37 @@ def _scaled(interceptor: Interceptor) -> Patches:
     return [Patch(torch.amp.GradScaler, "scale", scale)]
 
 
+class ScalerCall(NamedTuple):
+    """The script's own call of a method of a ``GradScaler``.
+
+    Attributes:
+        scaler: the scaler.
+        name: ``"unscale_"``, ``"step"`` or ``"update"``.
+        optimizer: the optimizer of the gradients; ``None`` for ``update``.
+        run: runs torch's method.
+    """
+
+    scaler: torch.amp.GradScaler
+    name: str
+    optimizer: Optimizer | None
+    run: Callable[[], Any]
+
+
+def _use_scaler(interceptor: Interceptor) -> Patches:
+    """Calls by torch and parwrap, such as ``unscale_`` from ``step``, run unchanged."""
+
+    def patch(name: str, of_optimizer: bool) -> Patch:
+        def call(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
+            if is_ours(sys._getframe(1)) or not instance.is_enabled():
+                return wrapped(*args, **kwargs)
+            optimizer = (args[0] if args else kwargs.get("optimizer")) if of_optimizer else None
+            return interceptor.use_scaler(ScalerCall(instance, name, optimizer, partial(wrapped, *args, **kwargs)))
+
+        return Patch(torch.amp.GradScaler, name, call)
+
+    return [patch("unscale_", True), patch("step", True), patch("update", False)]
+
+
 def _retain_grad(interceptor: Interceptor) -> Patches:
     def retain_grad(wrapped: Callable, instance: torch.Tensor, args: tuple, kwargs: dict) -> None:
         wrapped(*args, **kwargs)
@@ -259,6 +291,24 @@ class Clip(NamedTuple):
     def run(self) -> Any:
         """Run torch's function, or the next interceptor's."""
         return self.original(self.parameters, *self.args, **self.kwargs)
+
+    def run_later(self) -> None:
+        """Clip the gradients that the parameters have now; a norm that was given is computed again."""
+        if self.name == "clip_grads_with_norm_":
+            nn.utils.clip_grad_norm_(self.parameters, *self.args[:1], **{k: v for k, v in self.kwargs.items() if k != "total_norm"})
+        else:
+            self.run()
+
+    def norm(self) -> torch.Tensor | None:
+        """The result of the call without clipping."""
+        if self.name != "clip_grad_norm_":
+            return None
+
+        def total(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> torch.Tensor:
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            return nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+
+        return total(*self.args, **self.kwargs)
 
 
 def _clip(interceptor: Interceptor) -> Patches:
@@ -453,6 +503,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "backward": _backward,
     "criterion": _criterion,
     "scaled": _scaled,
+    "use_scaler": _use_scaler,
     "retain_grad": _retain_grad,
     "enter_autocast": _enter_autocast,
     "clip": _clip,

@@ -50,6 +50,7 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 DECORATORS: dict[str, dict[str, Any]] = {
+    "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
     "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script, whose first argument is the value of the option."""
