@@ -93,7 +93,8 @@ class Accumulation(Interceptor):
         self._looks = LOOKS
         self._clips: list[Clip] = []
         self._site: Any = None
-        self._scaler_used = self._stepped = self._in_step = self._ended = self._left = False
+        self._scaler_used = self._stepped = self._in_step = self._ended = False
+        self._failure: BaseException | None = None
         self._thread = threading.get_ident()
         self.backwards = 0
 
@@ -104,12 +105,12 @@ class Accumulation(Interceptor):
         if is_alone():
             call.run()
             return
-        self._apply_what_a_break_has_left()
+        self._raise_failure()
         if self._skipped:
             self._drop_stale()
         site, codes = call_site(sys._getframe(1))
         full = [window for window in self._windows.values() if window.steps == self._steps - 1]
-        closing = [window for window in full if window.closing or window.site == site]
+        closing = [window for window in full if window.closing or (window.site is not None and window.site[0] == site)]
         self._put_back(window for window in closing if not window.closing or window.is_lost())
         if self._steps == 1:
             call.run()
@@ -196,7 +197,7 @@ class Accumulation(Interceptor):
         """Read ``loader``; when it is exhausted, the open windows are shorter."""
         if get_worker_info() is not None or is_alone():
             return original(loader)
-        self._apply_what_a_break_has_left()
+        self._raise_failure()
         return _Pass(original(loader), self)
 
     def finish(self) -> None:
@@ -205,6 +206,7 @@ class Accumulation(Interceptor):
         Raises:
             UsageError: it never called ``step``.
         """
+        self._raise_failure()
         self._apply()
         if self.backwards and not self._stepped:
             raise UsageError(
@@ -222,16 +224,19 @@ class Accumulation(Interceptor):
             self._apply()
 
     def left(self) -> None:
-        """The loop has left a loader before its end. A finalizer cannot raise, so the next call applies the windows."""
-        self._left = True
+        """The loop has left a loader before its end. A finalizer cannot raise, so the next call does."""
+        try:
+            self.exhausted()
+        except BaseException as error:
+            self._failure = error
 
-    def _apply_what_a_break_has_left(self) -> None:
-        if self._left:
-            self._apply()
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def _apply(self) -> None:
         """Take a step on the mean of each open window."""
-        self._left = False
         windows = [window for window in self._windows.values() if window.steps and not window.closing and window.sums]
         if windows:
             for window in windows:
