@@ -13,8 +13,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -35,10 +35,9 @@ LOOKS = 8
 
 
 class _Window:
-    """The window of one optimizer.
+    """The window of one optimizer, which it keeps alive while it is open.
 
     Attributes:
-        optimizer: the optimizer.
         steps: the number of its skipped steps.
         site: where the last backward before them was called, and what keeps it alive.
         sums: their gradients, added up, by the id of the parameter.
@@ -49,7 +48,7 @@ class _Window:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self.site: Any = None
         self.scaler: torch.amp.GradScaler | None = None
         self.backward = 0
@@ -57,13 +56,21 @@ class _Window:
 
     def begin(self) -> None:
         """Begin another window."""
+        self._kept_alive: Optimizer | None = None
         self.steps, self.closing = 0, False
         self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.clips: list[Clip] = []
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return cast(Optimizer, self._optimizer())
+
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the gradients of a skipped step."""
+        self.steps += 1
+        self._kept_alive = self.optimizer
         for p in parameters_of(self.optimizer):
             if p.grad is not None:
                 grad, known = p.grad.detach(), self.sums.get(id(p))
@@ -93,7 +100,7 @@ class Accumulation(Interceptor):
         self._looks = LOOKS
         self._clips: list[Clip] = []
         self._site: Any = None
-        self._scaler_used = self._stepped = self._in_step = self._ended = False
+        self._scaler_used = self._stepped = self._running = self._in_step = self._ended = False
         self._failure: BaseException | None = None
         self._thread = threading.get_ident()
         self.backwards = 0
@@ -102,8 +109,9 @@ class Accumulation(Interceptor):
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` for the mean of a window; only one that closes a window is averaged over the ranks."""
-        if is_alone():
+        if is_alone() or self._running or self._steps == 1:  # inside another backward, as re-entrant checkpoints do it
             call.run()
+            self.backwards += not self._running
             return
         self._raise_failure()
         if self._skipped:
@@ -112,22 +120,21 @@ class Accumulation(Interceptor):
         full = [window for window in self._windows.values() if window.steps == self._steps - 1]
         closing = [window for window in full if window.closing or (window.site is not None and window.site[0] == site)]
         self._put_back(window for window in closing if not window.closing or window.is_lost())
-        if self._steps == 1:
-            call.run()
-        elif closing:
-            call.times(1 / self._steps).run()
-        else:
-            with self._no_sync():
+        self._running = True
+        try:
+            with nullcontext() if closing else self._no_sync():
                 call.times(1 / self._steps).run()
+        finally:
+            self._running = False
         self.backwards += 1
         self._site = site, codes()
         self._left_by_backward = self._states() if self._looks else {}
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Keep the gradients of a step inside a window; the step that ends it is taken."""
-        if is_alone() or self._in_step:
-            return False
         self._stepped = True
+        if is_alone() or self._in_step or self._steps == 1:
+            return False
         window = self._windows.setdefault(optimizer, _Window(optimizer))
         if window.backward == self.backwards:
             raise UsageError(
@@ -142,25 +149,26 @@ class Accumulation(Interceptor):
         if self._looks and window.site is not None:
             self._look(optimizer)
         window.keep()
-        window.steps += 1
         window.site, window.clips = self._site, list(self._clips)
         self._skipped += [(p, *_state(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
         return True
 
     def clip(self, clip: Clip) -> Any:
         """Clip only gradients that a step uses."""
-        if is_alone() or self._in_step:
+        if is_alone() or self._in_step or self._steps == 1:
             return clip.run()
         clipped = {id(p) for p in clip.parameters}
         about = [each for each in self._windows.values() if not clipped.isdisjoint(map(id, parameters_of(each.optimizer)))]
         full = [window for window in about if window.steps == self._steps - 1]
-        if full or self._steps == 1:
+        if full:
             self._complete(full)
             return clip.run()
         self._clips.append(clip)
         return clip.norm()
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if is_alone() or self._steps == 1:
+            return closure
         raise UsageError(
             f"{script_place()} calls {type(optimizer).__name__}.step(closure), which cannot be accumulated: the closure computes the "
             "gradients inside the step. Call backward() and then step() without a closure, or train this part without parwrap.accumulate."
@@ -187,7 +195,7 @@ class Accumulation(Interceptor):
     def _complete(self, windows: list[_Window]) -> None:
         """Close ``windows`` whose last backward came from another line than before."""
         late = [window for window in windows if not window.closing]
-        if late and self._steps > 1:
+        if late:
             self._put_back(late)
             self._average(_parameters(late))
 

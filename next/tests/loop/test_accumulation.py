@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parwrap
@@ -555,6 +557,50 @@ def test_sparse_gradients():
     function = parwrap.distributed(parwrap.accumulate(3)(train))
 
     assert distance(function([[number] for number in range(9)], [parwrap.rank()], 3), expected) < 1e-12
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_checkpoint_that_runs_a_backward_inside_another():
+    """Its gradients arrive in two backwards, of which only the outer one counts."""
+    inner, outer, x = weight(1.0), weight(1.0), torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    @parwrap.accumulate(2)
+    def train():
+        optimizer = torch.optim.SGD([inner, outer], lr=1.0)
+        for number in range(2):
+            optimizer.zero_grad()
+            (outer * checkpoint(lambda x: x * inner, x, use_reentrant=True)).sum().mul(1 + number + parwrap.rank()).backward()
+            optimizer.step()
+
+    parwrap.distributed(train)()
+
+    assert (-1.0, -1.0) == (inner.item(), outer.item())
+
+
+def test_nothing_of_a_training_is_kept_alive_once_its_windows_are_closed():
+    @parwrap.accumulate(2)
+    def train():
+        kept = []
+        for _ in range(2):
+            w = weight()
+            optimizer = torch.optim.SGD([w], lr=1.0)
+            for number in range(4):
+                step(w, optimizer, number)
+            kept.append((weakref.ref(optimizer), weakref.ref(w)))
+        return kept[0]
+
+    assert [None, None] == [each() for each in train()]
+
+
+def test_samples_are_made_without_autocast_in_a_window_too():
+    with parwrap.amp(dtype="bf16"), parwrap.accumulate(2):
+        w = weight()
+        optimizer, dtypes = torch.optim.SGD([w], lr=1.0), []
+        for x in DataLoader([torch.ones(1, 3)] * 4, batch_size=2, collate_fn=lambda several: several[0] @ torch.ones(3, 3)):
+            dtypes.append((x.dtype, (x @ torch.ones(3, 3)).dtype))
+            step(w, optimizer, 0)
+
+    assert [(torch.float32, torch.bfloat16)] * 2 == dtypes
 
 
 # refusals
