@@ -22,7 +22,7 @@ from parwrap.precision.unscaling import Unscaling
 from parwrap.torch_private.amp import check_finite_and_unscale_
 from parwrap.torch_private.tensors import sparse_values
 
-__all__ = ["Scaling", "all_finite"]
+__all__ = ["Scaling", "flags_of"]
 
 
 class Scaling(Interceptor):
@@ -37,7 +37,7 @@ class Scaling(Interceptor):
         self._state, self._say = state, say
         self._unscaling, self._iterations = Unscaling(), Iterations(state.end_iteration)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._overflowed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._before_clipping: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._begun = self._anew = self._running = self._user_managed = False
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
@@ -67,7 +67,7 @@ class Scaling(Interceptor):
             call.run()
         else:
             self._begun = self._running = True
-            self._overflowed.clear()
+            self._before_clipping.clear()
             try:
                 with self._unscaling.of(call, self._state.scale):
                     call.times(self._state.scale).run()
@@ -81,16 +81,15 @@ class Scaling(Interceptor):
         if not self._user_managed:
             clipped = {id(p) for p in clip.parameters}
             for optimizer in self._optimizers:
-                if not clipped.isdisjoint(map(id, parameters_of(optimizer))) and not all_finite(parameters_of(optimizer)):
-                    self._overflowed.add(optimizer)
+                if not clipped.isdisjoint(map(id, parameters_of(optimizer))):
+                    self._before_clipping.setdefault(optimizer, []).extend(flags_of(parameters_of(optimizer)))
         return clip.run()
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` would step with a gradient that is not finite."""
         if self._user_managed:
             return False
-        found = optimizer in self._overflowed or not all_finite(parameters_of(optimizer))
-        self._overflowed.discard(optimizer)
+        found = _any([*flags_of(parameters_of(optimizer)), *self._before_clipping.pop(optimizer, [])])
         self._stepped(optimizer, found)
         return found
 
@@ -100,7 +99,7 @@ class Scaling(Interceptor):
         def with_finite_gradients() -> Any:
             loss = closure()
             if not self._user_managed:
-                found = not all_finite(parameters_of(optimizer))
+                found = _any(flags_of(parameters_of(optimizer)))
                 self._stepped(optimizer, found)
                 for p in parameters_of(optimizer) if found else ():
                     p.grad = None
@@ -133,9 +132,9 @@ class Scaling(Interceptor):
         """Set gradients to 0 that are not finite and that no optimizer owns: there is no step to skip."""
         owned = self._owned()
         unowned = [leaf for key, leaf in self._unscaling.leaves.items() if key not in owned]
-        found = not all_finite(unowned)
+        found = _any(flags_of(unowned))
         for leaf in unowned if found else ():
-            if leaf.grad is not None and not all_finite([leaf]):
+            if leaf.grad is not None and _any(flags_of([leaf])):
                 leaf.grad.detach().zero_()
         if found:
             self._say(
@@ -147,13 +146,13 @@ class Scaling(Interceptor):
 
 
 @torch.no_grad()
-def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the gradients of ``parameters`` are finite; it waits for a GPU once.
+def flags_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A flag a device, which is above 0 if a gradient of ``parameters`` there is not finite; it does not wait for a GPU.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([1.0, torch.inf])
-    >>> all_finite([weight])
-    False
+    >>> flags_of([weight])
+    [tensor(1.)]
     """
     flags: dict[torch.device, torch.Tensor] = {}
     alike: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
@@ -168,4 +167,8 @@ def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
                 flag.copy_(torch.maximum(flag, (~grad.isfinite().all()).float()))
         else:
             check_finite_and_unscale_(grads, flag, torch.ones((), dtype=torch.float32, device=device))
-    return not any(flag.item() for flag in flags.values())
+    return [*flags.values()]
+
+
+def _any(flags: Iterable[torch.Tensor]) -> bool:
+    return any(flag.item() for flag in flags)
