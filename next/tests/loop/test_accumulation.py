@@ -299,6 +299,15 @@ def test_gradients_travel_once_a_step(monkeypatch):
 
 
 @pytest.mark.ranks(2)
+def test_a_block_around_a_distributed_function_does_the_same():
+    expected = accumulated(train, 6)
+    with parwrap.accumulate(4):
+        actual = parwrap.distributed(batch="global")(train)(6)
+
+    assert distance(actual, expected) < 1e-12
+
+
+@pytest.mark.ranks(2)
 def test_an_overflow_of_one_rank_in_a_window_skips_the_step_on_all():
     @parwrap.distributed
     @parwrap.amp(dtype="fp16", init_scale=1024.0)

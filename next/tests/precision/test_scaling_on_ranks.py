@@ -128,3 +128,24 @@ def test_branches_that_differ_by_rank_average_true_scale_gradients():
 
             assert ([1.0 * times] * 3, [1.0 * times] * 3) == (first.grad.tolist(), second.grad.tolist())
             optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_block_around_a_distributed_function_does_the_same():
+    def train():
+        model, losses = build(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(batches(8, overflowing=(3,))[parwrap.rank() :: 2]):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y * (1 + number))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return model.state_dict(), losses, parwrap.amp_state().scale
+
+    expected = parwrap.distributed(parwrap.amp(dtype="fp16")(train))()
+    with parwrap.amp(dtype="fp16"):
+        actual = parwrap.distributed(train)()
+
+    assert same(expected, actual)
