@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parwrap.data.loaders import replicate, shard
+    from parwrap.decorators.accumulate import accumulate
+    from parwrap.decorators.amp import amp, amp_state
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
@@ -19,6 +21,8 @@ __version__ = "0.2.0.dev0"
 
 _HOMES = {
     "parwrap.data.loaders": ("replicate", "shard"),
+    "parwrap.decorators.accumulate": ("accumulate",),
+    "parwrap.decorators.amp": ("amp", "amp_state"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
@@ -34,7 +38,10 @@ __all__ = [
     "RankMismatchError",
     "RankZeroError",
     "UsageError",
+    "accumulate",
     "all_ranks",
+    "amp",
+    "amp_state",
     "any_rank",
     "barrier",
     "broadcast",

@@ -8,16 +8,20 @@ import os
 import sys
 import threading
 import warnings
-from types import FrameType
+from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "from_script", "is_installed", "is_ours", "is_standard", "script_place", "warn"]
+__all__ = ["Place", "call_site", "from_script", "is_installed", "is_ours", "is_standard", "script_place", "warn"]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+
+DEPTH = 6
+"""The number of frames that identify a site: enough to see through a script's own helper functions."""
 
 
 class Place(NamedTuple):
@@ -67,6 +71,29 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not (frame.f_globals.get("__name__") and _kind(frame.f_code.co_filename) == SCRIPT):
         frame = frame.f_back
     return frame
+
+
+def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
+    """A key for the site where the running call comes from, and a function that returns the code objects in it.
+
+    The ids of these identify the site, so who keeps the key keeps them.
+    """
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    innermost, depth = frame, 0
+    key: list[int] = []
+    while frame is not None and depth < DEPTH:
+        key += (id(frame.f_code), frame.f_lineno)
+        frame, depth = frame.f_back, depth + 1
+
+    def codes() -> tuple[CodeType, ...]:
+        each, found = innermost, list[CodeType]()
+        while each is not None and len(found) < DEPTH:
+            found.append(each.f_code)
+            each = each.f_back
+        return tuple(found)
+
+    return tuple(key), codes
 
 
 def from_script(frame: FrameType | None) -> bool:

@@ -8,8 +8,8 @@ import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
-    *("run", "__main__", "launch", "testing", "decorators", "strategies", "data", "checks", "loop", "rank_zero", "intercept"),
-    *("ranks", "torch_private", "options", "places", "errors"),
+    *("run", "__main__", "launch", "testing", "decorators", "precision", "strategies", "data", "checks", "loop"),
+    *("rank_zero", "intercept", "ranks", "torch_private", "options", "places", "errors"),
 ]
 """From the top down."""
 

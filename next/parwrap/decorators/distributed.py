@@ -6,7 +6,7 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from inspect import Parameter, Signature
@@ -46,7 +46,7 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["distributed", "draws_put_back", "explained", "no_sync", "same_draws", "script_scope"]
+__all__ = ["average_gradients", "distributed", "draws_put_back", "explained", "no_sync", "same_draws", "script_scope"]
 
 NOT_HERE = {
     **dict.fromkeys(
@@ -164,6 +164,12 @@ def no_sync() -> AbstractContextManager[None]:
     ...     pass
     """
     return nullcontext() if _scope is None or _scope.strategy is None else _scope.strategy.no_sync()
+
+
+def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Average the gradients of ``parameters`` over the ranks now, outside of a backward; on one rank it does nothing."""
+    if _scope is not None and _scope.strategy is not None:
+        _scope.strategy.average(parameters)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from parwrap.intercept.torch_calls import Backward, Criterion
+    from parwrap.intercept.torch_calls import Backward, Clip, Criterion, ScalerCall
 
 __all__ = ["Interceptor"]
 
@@ -46,6 +46,18 @@ class Interceptor:
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
 
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """The script has called ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result."""
+
+    def retain_grad(self, tensor: torch.Tensor) -> None:
+        """``tensor.retain_grad()`` was called; ``tensor`` is not a leaf."""
+
+    def enter_autocast(self, instance: torch.autocast) -> None:
+        """The script is about to enter ``instance``."""
+
+    def clip(self, clip: Clip) -> Any:
+        """``clip_grad_norm_`` or a similar function was called. Returns its result."""
+
     # modules and parameters
 
     def made(self, parameter: nn.Parameter) -> None:
@@ -56,6 +68,9 @@ class Interceptor:
 
     def moved(self, module: nn.Module) -> None:
         """``module.to(...)``, ``.double()`` or similar has replaced tensors of parameters."""
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
+        """``module(*args, **kwargs)`` was called. Returns its outputs."""
 
     def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
         """``nn.DataParallel(module)`` is about to be built: call ``build`` with the devices to use."""
@@ -79,6 +94,12 @@ class Interceptor:
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
         """``optimizer.load_state_dict(state)`` was called: call ``original`` with the state to load."""
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """``optimizer.step()`` was called without a closure. Returns whether to skip it."""
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``optimizer.step(closure)`` was called. Returns the closure to call."""
 
     def metric(self, metric: Any) -> Any:
         """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the scheduler uses."""

@@ -5,13 +5,16 @@ Where torch has a hook, the hook is used. Nothing is patched on import; ``interc
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from functools import partial
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +30,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed, when_imported
+from parwrap.intercept.patch import Patch, installed, is_patched, when_imported
+from parwrap.intercept.skipped_steps import closures, is_image, skipping
+from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata, is_transformed
-from parwrap.torch_private.modules import APPLY
+from parwrap.torch_private.modules import APPLY, CALL
 
-__all__ = ["Backward", "Criterion", "intercepting"]
+__all__ = ["Backward", "Clip", "Criterion", "ScalerCall", "intercepting"]
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -68,16 +73,19 @@ class Backward(NamedTuple):
         grad_tensors: the gradient of each; ``None`` stands for 1.
         options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
         original: torch's own function.
+        given: the tensors that the script has passed, of which ``tensors`` may be multiples.
     """
 
     tensors: tuple[torch.Tensor | GradientEdge, ...]
     grad_tensors: tuple[torch.Tensor | None, ...]
     options: dict[str, Any]
     original: Callable[..., None]
+    given: tuple[torch.Tensor | GradientEdge, ...]
 
     def run(self) -> None:
         """Run torch's function, or forward the call to the next interceptor."""
-        self.original(self.tensors, self.grad_tensors, **self.options)
+        kept = {"given": self.given} if is_patched(self.original) else {}
+        self.original(self.tensors, self.grad_tensors, **self.options, **kept)
 
     @property
     def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
@@ -92,7 +100,8 @@ class Backward(NamedTuple):
     def run_with(self, root: torch.Tensor, leaf: torch.Tensor) -> None:
         """Run torch's function with one more root, whose gradient goes to ``leaf``."""
         options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
-        self.original((*self.tensors, root), (*self.grad_tensors, None), **options)
+        kept = {"given": self.given} if is_patched(self.original) else {}
+        self.original((*self.tensors, root), (*self.grad_tensors, None), **options, **kept)
 
     def times(self, factor: float) -> Backward:
         """This call with its gradients multiplied by ``factor``."""
@@ -132,8 +141,12 @@ def _bound(
     create_graph: bool = False,
     grad_variables: Any = None,
     inputs: Any = None,
+    given: tuple[torch.Tensor | GradientEdge, ...] | None = None,
 ) -> Backward:
-    """The call, from arguments as in torch's own signature; the deprecated ``grad_variables`` is the old name of ``grad_tensors``."""
+    """The call, from arguments as in torch's own signature and, from another interceptor, what the script has given.
+
+    The deprecated ``grad_variables`` is the old name of ``grad_tensors``.
+    """
     one = (torch.Tensor, GradientEdge)
     tensors = (tensors,) if isinstance(tensors, one) else tuple(tensors)
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
@@ -142,7 +155,7 @@ def _bound(
     options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
     if inputs is not None:
         options["inputs"] = (inputs,) if isinstance(inputs, one) else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
-    return Backward(tensors, tuple(grad_tensors), options, original)
+    return Backward(tensors, tuple(grad_tensors), options, original, tensors if given is None else given)
 
 
 class Criterion(NamedTuple):
@@ -202,6 +215,117 @@ def _scaled(interceptor: Interceptor) -> Patches:
     return [Patch(torch.amp.GradScaler, "scale", scale)]
 
 
+class ScalerCall(NamedTuple):
+    """The script's own call of a method of a ``GradScaler``.
+
+    Attributes:
+        scaler: the scaler.
+        name: ``"unscale_"``, ``"step"`` or ``"update"``.
+        optimizer: the optimizer of the gradients; ``None`` for ``update``.
+        run: runs torch's method.
+    """
+
+    scaler: torch.amp.GradScaler
+    name: str
+    optimizer: Optimizer | None
+    run: Callable[[], Any]
+
+
+def _use_scaler(interceptor: Interceptor) -> Patches:
+    """Calls by torch and parwrap, such as ``unscale_`` from ``step``, run unchanged."""
+
+    def patch(name: str, of_optimizer: bool) -> Patch:
+        def call(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
+            if is_ours(sys._getframe(1).f_code.co_filename) or not instance.is_enabled():
+                return wrapped(*args, **kwargs)
+            optimizer = (args[0] if args else kwargs.get("optimizer")) if of_optimizer else None
+            return interceptor.use_scaler(ScalerCall(instance, name, optimizer, partial(wrapped, *args, **kwargs)))
+
+        return Patch(torch.amp.GradScaler, name, call)
+
+    return [patch("unscale_", True), patch("step", True), patch("update", False)]
+
+
+def _retain_grad(interceptor: Interceptor) -> Patches:
+    def retain_grad(wrapped: Callable, instance: torch.Tensor, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not instance.is_leaf:
+            interceptor.retain_grad(instance)
+
+    return [Patch(torch.Tensor, "retain_grad", retain_grad)]
+
+
+def _enter_autocast(interceptor: Interceptor) -> Patches:
+    """``torch.cuda.amp.autocast`` is a subclass, and a function under ``@torch.autocast(...)`` enters it too."""
+    between = os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__
+
+    def enter(wrapped: Callable, instance: torch.autocast, args: tuple, kwargs: dict) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(between):
+            frame = frame.f_back
+        # torch enters autocasts itself, for example to recompute a checkpoint
+        if frame is not None and not is_ours(frame.f_code.co_filename) and not torch.compiler.is_compiling():
+            interceptor.enter_autocast(instance)
+        return wrapped(*args, **kwargs)
+
+    return [Patch(torch.autocast, "__enter__", enter)]
+
+
+class Clip(NamedTuple):
+    """A call of ``clip_grad_norm_``, ``clip_grad_value_`` or ``clip_grads_with_norm_``.
+
+    Attributes:
+        name: the name of the function.
+        parameters: the parameters whose gradients are clipped.
+        args: the arguments after ``parameters``.
+        kwargs: the keyword arguments.
+        original: torch's own function, or the next interceptor's.
+    """
+
+    name: str
+    parameters: list[torch.Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    original: Callable
+
+    def run(self) -> Any:
+        """Run torch's function, or the next interceptor's."""
+        return self.original(self.parameters, *self.args, **self.kwargs)
+
+    def run_later(self) -> None:
+        """Clip the gradients that the parameters have now; a norm that was given is computed again."""
+        if self.name == "clip_grads_with_norm_":
+            nn.utils.clip_grad_norm_(self.parameters, *self.args[:1], **{k: v for k, v in self.kwargs.items() if k != "total_norm"})
+        else:
+            self.run()
+
+    def norm(self) -> torch.Tensor | None:
+        """The result of the call without clipping."""
+        if self.name != "clip_grad_norm_":
+            return None
+
+        def total(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> torch.Tensor:
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            return nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+
+        return total(*self.args, **self.kwargs)
+
+
+def _clip(interceptor: Interceptor) -> Patches:
+    def bound(name: str, original: Callable, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Clip:
+        # a generator must survive several iterations
+        return Clip(name, [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), args, kwargs, original)
+
+    def patch(owner: Any, name: str) -> Patch:
+        def clip(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            return interceptor.clip(bound(name, wrapped, *args, **kwargs))
+
+        return Patch(owner, name, clip)
+
+    names = "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"
+    return [patch(owner, name) for owner in (nn.utils, nn.utils.clip_grad) for name in names if hasattr(owner, name)]
+
+
 # modules and parameters
 
 
@@ -255,6 +379,15 @@ def _moved(interceptor: Interceptor) -> Patches:
     return [Patch(nn.Module, APPLY, apply)]
 
 
+def _call(interceptor: Interceptor) -> Patches:
+    def call(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
+            return wrapped(*args, **kwargs)
+        return interceptor.call(instance, args, kwargs, wrapped)
+
+    return [Patch(nn.Module, CALL, call)]
+
+
 def _data_parallel(interceptor: Interceptor) -> Patches:
     def init(wrapped: Callable, instance: nn.DataParallel, args: tuple, kwargs: dict) -> None:
         def with_devices(module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
@@ -281,7 +414,7 @@ def _built(interceptor: Interceptor) -> Patches:
 @contextmanager
 def _hooked(hook: Callable[[Optimizer], Any], register: Callable) -> Iterator[None]:
     """``Optimizer.__init__`` rewrites ``step`` of every class that it first sees, so ``step`` is never patched: torch has a hook."""
-    handle = register(lambda optimizer, args, kwargs: hook(optimizer))
+    handle = register(lambda optimizer, args, kwargs: None if is_image(optimizer) else hook(optimizer))
     try:
         yield
     finally:
@@ -395,9 +528,14 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "backward": _backward,
     "criterion": _criterion,
     "scaled": _scaled,
+    "use_scaler": _use_scaler,
+    "retain_grad": _retain_grad,
+    "enter_autocast": _enter_autocast,
+    "clip": _clip,
     "made": _made,
     "set_mode": _set_mode,
     "moved": _moved,
+    "call": _call,
     "data_parallel": _data_parallel,
     "built": _built,
     "step": _step,
@@ -405,6 +543,8 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "scaler_step": _scaler_step,
     "optimizer_state": _optimizer_state,
     "load_optimizer_state": _load_optimizer_state,
+    "skips": skipping,
+    "closure": closures,
     "metric": _metric,
     "seeded": _seeded,
     "fresh_seed": _fresh_seed,

@@ -4,7 +4,7 @@
 
     plan.py               from a command line to a launch plan, without side effects; start here
     command_line.py       splits the command line at the script
-    training_options.py   the options of the distributed scope, as options of the command
+    training_options.py   the scopes around the script, as options of the command
     agent.py              carries out a plan on a node with torch's elastic agent
     fork_server.py        forks the ranks from a process that has loaded torch
     script.py             what a rank does: runs the script inside the scope

@@ -13,14 +13,14 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launch.training_options import add_options, scope_options
+from parwrap.launch.training_options import add_options, decorators, scope_options
 from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.world import World, detect
@@ -52,6 +52,7 @@ class Script:
         args: its arguments.
         kind: which of these ``target`` is.
         scope: the options of the ``distributed`` around it; ``None`` to only launch it.
+        decorators: other decorators of parwrap around it, each with its first argument.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 
@@ -59,6 +60,7 @@ class Script:
     args: tuple[str, ...] = ()
     kind: Literal["file", "module", "program"] = "file"
     scope: Mapping[str, Any] | None = None
+    decorators: Mapping[str, Any] = field(default_factory=dict)
     hand_local_rank: bool = False
 
 
@@ -130,7 +132,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
             "or add --backend gloo to let ranks share GPUs."
         )
-    script = _script(arguments, options)
+    script = _script(arguments, options, decorators(arguments))
     if arguments.all_ranks and _torchrun_logs(arguments):
         raise UsageError(
             "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
@@ -193,10 +195,11 @@ def _meeting_of_one_node(plan: LaunchPlan) -> str:
 
 def describe_script(script: Script) -> dict[str, str]:
     """What runs, and in which scope."""
-    scope = None if script.scope is None else ", ".join(f"{name}={value!r}" for name, value in script.scope.items())
+    options = ", ".join(f"{name}={value!r}" for name, value in (script.scope or {}).items())
+    scopes = [f"parwrap.distributed({options})", *(f"parwrap.{name}({value!r})" for name, value in script.decorators.items())]
     return {
         {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
-        "inside": "none: only launched" if scope is None else f"parwrap.distributed({scope})",
+        "inside": "none: only launched" if script.scope is None else ", ".join(scopes),
     }
 
 
@@ -276,11 +279,11 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
     return int(asked)
 
 
-def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
+def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, Any]) -> Script:
     target = arguments.training_script
     doctor = arguments.module and target == DOCTOR
-    if (arguments.plain or doctor) and options:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+    if (arguments.plain or doctor) and (options or around):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in (*options, *around))
         who = DOCTOR if doctor else "--plain"
         raise UsageError(f"{who} only launches the script, so {given} has no effect: remove one of them.")
     if arguments.no_python and arguments.module:
@@ -292,6 +295,8 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
     _look_for(target, arguments)
     try:
         Options(**options)
+        for name, value in around.items():
+            getattr(parwrap, name)(value)
     except UsageError as error:
         raise UsageError(f"{error} Your script's own options go after its name.") from None
     return Script(
@@ -299,6 +304,7 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
         args=tuple(arguments.training_script_args),
         kind="module" if arguments.module else "program" if arguments.no_python else "file",
         scope=None if arguments.plain or doctor else options,
+        decorators=around,
         hand_local_rank=arguments.plain and not arguments.no_python and not arguments.use_env,
     )
 

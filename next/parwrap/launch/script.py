@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -137,13 +137,19 @@ def _explained(script: Script) -> AbstractContextManager:
     return explained()
 
 
-def _scope(script: Script) -> AbstractContextManager:
+@contextmanager
+def _scope(script: Script) -> Iterator[None]:
     if script.scope is None:
-        return nullcontext()
+        yield
+        return
+    import parwrap
     from parwrap.decorators.distributed import script_scope
 
     log, heard = os.environ.pop(LOG, None), os.environ.pop(ALL_RANKS, "") == "1"  # not for what the script starts
-    return script_scope(log=log, heard=heard, **script.scope)
+    with script_scope(log=log, heard=heard, **script.scope), ExitStack() as around:
+        for decorator in sorted((getattr(parwrap, name)(value) for name, value in script.decorators.items()), key=lambda each: each.layer):
+            around.enter_context(decorator)
+        yield
 
 
 def _run_file(path: str) -> None:

@@ -1,4 +1,5 @@
-"""The options of the ``distributed`` scope as options of ``parwrap.run``, one table; ``options.py`` has their meaning."""
+"""The scopes around a script as options of ``parwrap.run``: a table for ``distributed``, whose options ``options.py`` explains, and one
+for other decorators."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from parwrap.options import CHOICES, Options
 
-__all__ = ["SCOPE_OPTIONS", "add_options", "scope_options"]
+__all__ = ["DECORATORS", "SCOPE_OPTIONS", "add_options", "decorators", "scope_options"]
 
 
 def _whole(text: str) -> int:
@@ -55,9 +56,16 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
 """The arguments of ``argparse`` for each option of the scope."""
 
 
+DECORATORS: dict[str, dict[str, Any]] = {
+    "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
+    "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
+}
+"""The arguments of ``argparse`` for each decorator of parwrap around the script, whose first argument is the value of the option."""
+
+
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add all of them to ``group``; one that is not given leaves no attribute."""
-    for name, arguments in SCOPE_OPTIONS.items():
+    for name, arguments in {**SCOPE_OPTIONS, **DECORATORS}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
         group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
 
@@ -69,3 +77,12 @@ def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
     {'seed': 3}
     """
     return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}
+
+
+def decorators(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The decorators that ``arguments`` ask for, each with its first argument.
+
+    >>> decorators(argparse.Namespace(amp="bf16", seed=3))
+    {'amp': 'bf16'}
+    """
+    return {name: getattr(arguments, name) for name in DECORATORS if hasattr(arguments, name)}

@@ -107,10 +107,10 @@ class Losses(Interceptor):
             self._scaled = _Scaled(weakref.ref(result), weakref.ref(loss), scale)
 
     def root(self, call: Backward) -> torch.Tensor | None:
-        """The one scalar that ``call`` differentiates; ``None`` if there are several roots, or one with a gradient."""
-        if len(call.tensors) != 1 or call.grad_tensors[0] is not None:
+        """The one scalar that the script has called backward on; ``None`` if there are several, or one with a gradient."""
+        if len(call.given) != 1 or call.grad_tensors[0] is not None:
             return None
-        root = call.tensors[0]
+        root = call.given[0]
         return root if isinstance(root, torch.Tensor) and root.numel() == 1 and root.is_floating_point() else None
 
     def write_mean(self, root: torch.Tensor, call: Backward, mean: float | torch.Tensor) -> None:

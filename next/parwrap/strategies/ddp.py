@@ -7,7 +7,7 @@ This file is the regular step: find the site, check that all ranks are there, ru
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.buffers import Buffers
+from parwrap.strategies.ddp_averager import average_now
 from parwrap.strategies.ddp_sites import Sites
 from parwrap.strategies.strategy import Loop, Strategy
 
@@ -135,6 +136,11 @@ class DDP(Strategy):
             self._local -= 1
             for averager in self._sites.averagers():
                 averager.has_local = True
+
+    def average(self, parameters: Sequence[torch.Tensor]) -> None:
+        bits = torch.tensor([float(p.grad is not None) for p in parameters], device=self._loop.group.device)
+        with self._loop.group.control_message("the gradients of an accumulated step"):
+            average_now(parameters, bits)
 
     def begins_pass(self, trains: bool) -> None:
         """Compare the weights now and then, and evaluate with rank 0's buffers, if there was a step since they were sent."""

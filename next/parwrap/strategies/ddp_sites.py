@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 from zlib import crc32
 
@@ -23,7 +23,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.loop.optimizers import parameters_of
-from parwrap.places import Place, is_ours, script_place, warn
+from parwrap.places import Place, call_site, script_place, warn
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group
 from parwrap.strategies.compression import compressing
@@ -35,8 +35,6 @@ __all__ = ["Site", "Sites", "made_equal"]
 MOST = 64
 """The oldest site makes room for another one."""
 
-DEPTH = 6
-"""The number of frames that identify a site: enough to see through a script's own helper functions."""
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Sites:
 
     def find(self, call: Backward) -> Site:
         """The site of ``call``, found anew if the trainable parameters may be others."""
-        optimizers, (key, codes) = self._loop.optimizers, _key(sys._getframe(1))
+        optimizers, (key, codes) = self._loop.optimizers, call_site(sys._getframe(1))
         site = self._sites.get(key)
         if (
             site is None
@@ -237,26 +235,6 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
             "ranks draw the same: outside of training passes, after the same draws."
         )
     return anywhere
-
-
-def _key(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
-    """A key for the site where the running call comes from, and a function that returns the code objects in it."""
-    while frame is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    innermost, depth = frame, 0
-    key: list[int] = []
-    while frame is not None and depth < DEPTH:
-        key += (id(frame.f_code), frame.f_lineno)
-        frame, depth = frame.f_back, depth + 1
-
-    def codes() -> tuple[CodeType, ...]:
-        each, found = innermost, list[CodeType]()
-        while each is not None and len(found) < DEPTH:
-            found.append(each.f_code)
-            each = each.f_back
-        return tuple(found)
-
-    return tuple(key), codes
 
 
 def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:

@@ -5,11 +5,12 @@ A strategy is asked to act, never asked what it is. Each has its own file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from parwrap.checks.same_step import SameStep
@@ -73,6 +74,9 @@ class Strategy(Interceptor):
 
     def begins_pass(self, trains: bool) -> None:
         """A pass over a loader begins."""
+
+    def average(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Average the gradients of ``parameters`` over the ranks now, outside of a backward."""
 
     def end(self) -> None:
         """The function has ended on this rank without an error: compare with the others a last time."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["input_metadata", "is_transformed", "saved_sparse", "tensor_hooks", "view_base"]
+__all__ = ["in_backward", "input_metadata", "is_transformed", "saved_sparse", "tensor_hooks", "view_base"]
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable] | None] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``, by their numbers, in the order in which they run. Publicly, they can only be added and removed."""
@@ -21,6 +21,11 @@ input_metadata: Callable[[Any], tuple[Any, ...]] = attrgetter("_input_metadata")
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not make that public."""
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread. No public function says so."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def saved_sparse(node: Any) -> bool:

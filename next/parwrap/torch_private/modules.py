@@ -1,4 +1,4 @@
-"""Private names of ``nn.Module``: its contents, the method behind moves, and the base of norms."""
+"""Private names of ``nn.Module``: its contents, the methods behind calls and moves, and the bases of norms."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn.modules import batchnorm
 
 __all__ = [
     "APPLY",
+    "CALL",
+    "BatchNorm",
     "NormBase",
     "registered_buffers",
     "registered_parameters",
@@ -24,6 +26,12 @@ registered_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers
 
 APPLY = "_apply"
 """The method with which ``to``, ``cuda``, ``half`` and similar methods move a module. They share no public method."""
+
+CALL = "_call_impl"
+"""The method that ``Module.__call__`` calls. torch.fx replaces ``__call__`` itself temporarily, and would lose a patch of it."""
+
+BatchNorm = batchnorm._BatchNorm
+"""The base class of all batch norms. It has no public name."""
 
 NormBase = batchnorm._NormBase
 """The base class of all layers with running statistics, which are batch and instance norms. It has no public name."""

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("scripts")
             Script("train.py", scope={"strategy": "zero1", "compress": "powersgd", "powersgd_rank": 3}),
         ),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (["--amp", "bf16", "train.py", "--amp"], Script("train.py", ("--amp",), scope={}, decorators={"amp": "bf16"})),
+        (["--accumulate", "4", "--amp=O2", "train.py"], Script("train.py", scope={}, decorators={"accumulate": 4, "amp": "O2"})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),

@@ -139,3 +139,12 @@ def test_what_is_not_there_is_named(argv, gpus, text):
 def test_options_of_the_scope_are_checked_by_the_scope():
     with pytest.raises(UsageError, match="batch='globe' is not a valid value"):
         plan("--batch", "globe", "train.py")
+
+
+def test_other_decorators_are_checked_by_themselves():
+    with pytest.raises(UsageError, match="dtype='fp8' is not a dtype for mixed precision: use"):
+        plan("--amp", "fp8", "train.py")
+    with pytest.raises(UsageError, match=r"accumulate\(steps=0\): steps must be a positive integer"):
+        plan("--accumulate", "0", "train.py")
+    with pytest.raises(UsageError, match="--plain only launches the script, so --amp has no effect: remove one of them"):
+        plan("--plain", "--amp", "bf16", "train.py")

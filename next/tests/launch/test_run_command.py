@@ -64,6 +64,15 @@ def test_a_module_runs_inside_the_scope(tmp_path, started, parwrap_run, script):
     assert expected == (tmp_path / "x.txt").read_text()
 
 
+def test_a_decorator_is_around_the_script(tmp_path, parwrap_run, script):
+    name = script("import torch\nwith open('x.txt', 'w') as file: file.write(str(torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype))")
+
+    for ranks in ("1", "2"):
+        assert parwrap_run("--nproc-per-node", ranks, "--amp", "bf16", name) == (0, "", "")
+        assert "torch.bfloat16" == (tmp_path / "x.txt").read_text()
+        (tmp_path / "x.txt").unlink()
+
+
 PLAIN = """
 import atexit, json, multiprocessing.util, os, random, sys, threading, time
 import numpy, psutil, torch

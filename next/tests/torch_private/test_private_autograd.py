@@ -59,3 +59,11 @@ def test_a_tensor_inside_of_a_transform_is_found():
 
     assert [True] == found
     assert not autograd.is_transformed(torch.ones(2))
+
+
+def test_it_is_known_whether_a_backward_runs():
+    weight, seen = torch.ones(1, requires_grad=True), []
+    weight.register_hook(lambda grad: seen.append(autograd.in_backward()))
+    weight.sum().backward()
+
+    assert ([True], False) == (seen, autograd.in_backward())

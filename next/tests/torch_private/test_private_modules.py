@@ -61,3 +61,19 @@ NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.In
 def test_norms_with_running_statistics_have_a_base(kind):
     assert issubclass(kind, modules.NormBase)
     assert not issubclass(nn.LayerNorm, modules.NormBase)
+
+
+def test_a_call_goes_through_one_method(monkeypatch):
+    original, called = getattr(nn.Module, modules.CALL), []
+    monkeypatch.setattr(nn.Module, modules.CALL, lambda self, *args: (called.append(self), original(self, *args))[1])
+    model = nn.Identity()
+
+    assert 2 == model(2)
+    assert [model] == called
+
+
+def test_all_batch_norms_have_one_base():
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+    assert all(issubclass(kind, modules.BatchNorm) for kind in kinds)
+    assert not issubclass(nn.InstanceNorm1d, modules.BatchNorm)

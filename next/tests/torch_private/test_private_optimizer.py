@@ -1,6 +1,8 @@
 """The private names of optimizers that parwrap uses."""
 
+import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parwrap.torch_private import optimizer
 
@@ -35,3 +37,24 @@ def test_steps_that_run_are_seen_innermost_first():
 
     assert [[inner, outer]] == seen
     assert [] == optimizer.stepping()
+
+
+@pytest.mark.parametrize(
+    ("register", "hooks"),
+    [
+        (register_optimizer_step_pre_hook, optimizer.global_pre_hooks),
+        (register_optimizer_step_post_hook, optimizer.global_post_hooks),
+    ],
+)
+def test_hooks_on_all_steps_can_be_put_first(register, hooks):
+    ran = []
+    first = register(lambda *args: ran.append("first"))
+    second = register(lambda *args: ran.append("second"))
+    try:
+        hooks.move_to_end(second.id, last=False)
+        an_optimizer().step()
+    finally:
+        first.remove()
+        second.remove()
+
+    assert ["second", "first"] == ran

@@ -1,0 +1,76 @@
+"""``@accumulate``: a loop that steps after each batch takes an optimizer step every few batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from parwrap.decorators.distributed import average_gradients, no_sync
+from parwrap.decorators.scope import Call, ScopeDecorator, module_of
+from parwrap.errors import UsageError
+from parwrap.intercept.torch_calls import intercepting
+from parwrap.loop.accumulation import Accumulation
+
+__all__ = ["accumulate"]
+
+
+class accumulate(ScopeDecorator):
+    """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
+
+    Write ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``, with or without ``distributed``. Each optimizer
+    takes one step for every ``steps`` calls of its ``step()``, on the mean of their gradients. Before that, ``step`` and clipping do
+    nothing, and ``backward`` sends nothing to other ranks. When a loader ends, the last window is shorter. Inside another ``accumulate``
+    it has no effect, and a different ``steps`` is an error.
+
+    Args:
+        steps: calls of ``step()`` for one step, from 1.
+
+    Raises:
+        UsageError: ``steps`` has another value. Inside the function: a step has a closure, or the loop never calls ``step``.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> @accumulate(steps=2)
+    ... def train(batches):
+    ...     optimizer = torch.optim.SGD([weight], lr=1.0)
+    ...     for batch in batches:
+    ...         optimizer.zero_grad()
+    ...         (batch * weight).sum().backward()
+    ...         optimizer.step()
+    >>> train([1.0, 3.0]); weight.item()
+    -2.0
+    """
+
+    layer = 30
+
+    def __init__(self, steps: Any = None) -> None:
+        super().__init__()
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise UsageError(f"accumulate(steps={steps!r}): steps must be a positive integer, the number of batches in one optimizer step.")
+        self._steps = steps
+
+    @contextmanager
+    def scope(self, call: Call) -> Iterator[None]:
+        if _open:
+            if self._steps != _open[-1]:
+                raise UsageError(
+                    f"parwrap.accumulate({self._steps}) cannot be opened inside parwrap.accumulate({_open[-1]}), because a batch belongs "
+                    "to only one window. Use the same steps for both, or remove one of them. The option --accumulate counts as one of "
+                    "them too."
+                )
+            yield
+            return
+        accumulation = Accumulation(self._steps, no_sync, average_gradients)
+        _open.append(self._steps)
+        try:
+            with intercepting([accumulation], module_of(call.function)):
+                yield
+                accumulation.finish()
+        finally:
+            accumulation.end()
+            _open.pop()
+
+
+_open: list[int] = []
+"""The steps of the open scope, if any."""

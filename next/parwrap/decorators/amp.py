@@ -1,0 +1,165 @@
+"""``@amp``: mixed precision for a plain training function or script, without changes to backward, step or clipping.
+
+Opens autocast and makes the interceptors of ``precision/``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from parwrap.decorators.inventory import reachable
+from parwrap.decorators.scope import Call, ScopeDecorator, module_of
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import intercepting
+from parwrap.precision.autocasting import Autocasting
+from parwrap.precision.choice import LEVELS, Precision, check, choose, missing_named
+from parwrap.precision.halving import HalfForGood, HalfInCalls
+from parwrap.precision.loss_scale import AmpState
+from parwrap.precision.scaling import Scaling
+from parwrap.ranks.group import current, is_rank_zero
+
+__all__ = ["amp", "amp_state"]
+
+HALVING = {"in calls": HalfInCalls, "for good": HalfForGood}
+
+
+class amp(ScopeDecorator):
+    """Compute in half precision where it is faster, with dynamic loss scaling where it is needed.
+
+    Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves unscaled gradients, and a step with a gradient
+    that is not finite is skipped on every rank. The scale is kept from call to call, unless the function builds an optimizer before its
+    first backward. Inside another ``amp``, a dtype or level sets the precision of the forward, and the scale stays that of the outer one.
+
+    Args:
+        dtype: ``"bf16"``, ``"fp16"`` (which adds the loss scale), or ``"auto"``: bf16 where the device has it. ``"bfloat16"``,
+            ``"float16"``, torch's own dtypes and the levels are accepted too.
+        level: instead of a dtype, one of Apex's levels. ``"O0"``: float32, without changes; ``"O1"``: as ``"fp16"``; ``"O2"``:
+            a float16 model with float32 BatchNorm, float32 master weights and the loss scale; ``"O3"``: a pure float16 model, which
+            stays float16.
+        device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or a GPU if torch can use one.
+        init_scale: the first scale.
+        growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
+        backoff_factor: its factor after an iteration with a skipped step.
+        growth_interval: the number of iterations before the scale grows.
+
+    Raises:
+        UsageError: an unknown option or value; an operation that the device lacks in half precision.
+
+    >>> @amp(dtype="bf16")
+    ... def train(model, x):
+    ...     return model(x).dtype
+    >>> train(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    torch.bfloat16
+    """
+
+    layer = 20
+
+    def __init__(
+        self,
+        dtype: str | torch.dtype = "auto",
+        level: str | None = None,
+        *,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        super().__init__()
+        if level is None and dtype in LEVELS:
+            dtype, level = "auto", str(dtype)
+        check(dtype, level)
+        if device not in (None, "cpu", "cuda"):
+            raise UsageError(f"device={device!r} is not a device type for parwrap.amp: use 'cuda' or 'cpu', or remove it.")
+        for name, value, good, wanted in (
+            ("init_scale", init_scale, init_scale > 0, "a positive number"),
+            ("growth_factor", growth_factor, growth_factor > 1, "a number above 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "a number between 0 and 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, "a positive number of iterations"),
+        ):
+            if not good:
+                raise UsageError(f"{name}={value!r} is not {wanted}.")
+        self._asked = dtype, level, device
+        self._policy = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        self._state: AmpState | None = None
+        self._scaling: Scaling | None = None
+        self._said: set[str] = set()
+
+    @contextmanager
+    def scope(self, call: Call) -> Iterator[None]:
+        if _open and self._asked == ("auto", None, None):
+            yield
+            return
+        precision, optimizers = self._precision(), reachable(Optimizer, call)
+        module = module_of(call.function)
+        with ExitStack() as opened:
+            opened.enter_context(missing_named(precision.device, precision.dtype))
+            interceptors: list[Interceptor] = [HALVING[precision.model](optimizers)] if precision.model else []
+            outer = _open[-1] if _open else None
+            if outer is None or not outer.scales:
+                state = self._state = self._state or AmpState(precision.scales, **self._policy)  # type: ignore[arg-type]
+                interceptors += self._scalings(state, optimizers)
+            else:
+                state = outer
+            _open.append(state)
+            opened.callback(_open.pop)
+            if precision.autocasts or torch.is_autocast_enabled(precision.device):
+                casting = Autocasting(precision.device, precision.dtype if precision.autocasts else None, self._say)
+                opened.enter_context(casting.around())
+                interceptors.append(casting)
+            opened.enter_context(intercepting(interceptors, module))
+            yield
+
+    def _precision(self) -> Precision:
+        dtype, level, device = self._asked
+        return choose(dtype, level, device or _device())
+
+    def _scalings(self, state: AmpState, optimizers: list[Optimizer]) -> list[Scaling]:
+        """The interceptor of the loss scale, if any. It is the same in every call, so the scale persists."""
+        if not state.scales:
+            return []
+        self._scaling = self._scaling or Scaling(state, self._say)
+        self._scaling.begin(optimizers)
+        return [self._scaling]
+
+    def _say(self, text: str) -> None:
+        """Print a line on rank 0, once."""
+        if text not in self._said and is_rank_zero():
+            print(f"parwrap: {text}", file=sys.stderr)
+        self._said.add(text)
+
+
+def amp_state() -> AmpState:
+    """The loss scale and the number of skipped steps of the enclosing ``amp``, for logging and checkpoints.
+
+    It has ``scale``, ``skipped_steps``, ``state_dict()`` and ``load_state_dict(state)``. Without scaling, the scale is 1.
+
+    >>> with amp(dtype="fp16", init_scale=1024.0):
+    ...     amp_state()
+    AmpState(scale=1024.0, skipped_steps=0)
+    >>> amp_state()
+    AmpState(scale=1.0, skipped_steps=0)
+    """
+    return _open[-1] if _open else AmpState(scales=False)
+
+
+def _device() -> str:
+    group = current()
+    if group is not None:
+        return group.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_open: list[AmpState] = []
+"""The states of the open scopes, the innermost last."""

@@ -1,0 +1,360 @@
+"""Gradient accumulation: an optimizer takes one step for every few calls of its ``step()``, on the mean of their gradients.
+
+The calls for one step are the *window* of an optimizer. Inside a window, a backward adds up gradients on this rank, and a step only keeps
+them. The backward that closes the window gets all of them back and is averaged over the ranks, so gradients travel once a window. It is
+known by its line: the one whose backward came last before the optimizer's steps in the window.
+
+Rare cases are apart: a window that no such backward closes, one that is shorter because its epoch has ended, and a script's own scaler.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, get_worker_info
+
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward, Clip, ScalerCall
+from parwrap.loop.optimizers import parameters_of
+from parwrap.places import call_site, script_place, warn
+from parwrap.ranks.group import is_alone
+from parwrap.torch_private.tensors import version_of
+
+__all__ = ["Accumulation"]
+
+LOOKS = 8
+"""The number of skipped steps whose gradients are compared with what backward has left."""
+
+
+class _Window:
+    """The window of one optimizer, which it keeps alive while it is open.
+
+    Attributes:
+        steps: the number of its skipped steps.
+        site: where the last backward before them was called, and what keeps it alive.
+        sums: their gradients, added up, by the id of the parameter.
+        clips: the clipping calls before the last of them.
+        scaler: the script's own scaler that has called it.
+        closing: whether ``.grad`` has the gradients of the whole window.
+        backward: the number of the last backward before its last step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.site: Any = None
+        self.scaler: torch.amp.GradScaler | None = None
+        self.backward = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another window."""
+        self._kept_alive: Optimizer | None = None
+        self.steps, self.closing = 0, False
+        self.sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.clips: list[Clip] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return cast(Optimizer, self._optimizer())
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the gradients of a skipped step."""
+        self.steps += 1
+        self._kept_alive = self.optimizer
+        for p in parameters_of(self.optimizer):
+            if p.grad is not None:
+                grad, known = p.grad.detach(), self.sums.get(id(p))
+                self.sums[id(p)] = p, grad.clone() if known is None else known[1] + grad
+
+    def is_lost(self) -> bool:
+        """Whether the loop has dropped the gradients of the whole window without a step."""
+        return all(p.grad is None or not p.grad.any() for p, _ in self.sums.values())
+
+
+class Accumulation(Interceptor):
+    """Lets each optimizer step once for every ``steps`` calls of its ``step()``.
+
+    Args:
+        steps: the calls for one step.
+        no_sync: a context in which backwards are not averaged over the ranks.
+        average: averages the gradients of parameters over the ranks outside of a backward.
+    """
+
+    def __init__(
+        self, steps: int, no_sync: Callable[[], AbstractContextManager[None]], average: Callable[[list[torch.Tensor]], None]
+    ) -> None:
+        self._steps, self._no_sync, self._average = steps, no_sync, average
+        self._windows: weakref.WeakKeyDictionary[Optimizer, _Window] = weakref.WeakKeyDictionary()
+        self._skipped: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+        self._left_by_backward: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._looks = LOOKS
+        self._clips: list[Clip] = []
+        self._site: Any = None
+        self._scaler_used = self._stepped = self._running = self._in_step = self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = threading.get_ident()
+        self.backwards = 0
+
+    # the regular loop
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call`` for the mean of a window; only one that closes a window is averaged over the ranks."""
+        if is_alone() or self._running or self._steps == 1:  # inside another backward, as re-entrant checkpoints do it
+            call.run()
+            self.backwards += not self._running
+            return
+        self._raise_failure()
+        if self._skipped:
+            self._drop_stale()
+        site, codes = call_site(sys._getframe(1))
+        full = [window for window in self._windows.values() if window.steps == self._steps - 1]
+        closing = [window for window in full if window.closing or (window.site is not None and window.site[0] == site)]
+        self._put_back(window for window in closing if not window.closing or window.is_lost())
+        self._running = True
+        try:
+            with nullcontext() if closing else self._no_sync():
+                call.times(1 / self._steps).run()
+        finally:
+            self._running = False
+        self.backwards += 1
+        self._site = site, codes()
+        self._left_by_backward = self._states() if self._looks else {}
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Keep the gradients of a step inside a window; the step that ends it is taken."""
+        self._stepped = True
+        if is_alone() or self._in_step or self._steps == 1:
+            return False
+        window = self._windows.setdefault(optimizer, _Window(optimizer))
+        if window.backward == self.backwards:
+            raise UsageError(
+                f"{script_place()} calls {type(optimizer).__name__}.step() without a backward since its last step, but "
+                "parwrap.accumulate adds up what backwards leave. Call loss.backward() before each step, or train this part without it."
+            )
+        window.backward = self.backwards
+        if window.steps == self._steps - 1:
+            self._complete([window])
+            window.begin()
+            return False
+        if self._looks and window.site is not None:
+            self._look(optimizer)
+        window.keep()
+        window.site, window.clips = self._site, list(self._clips)
+        self._skipped += [(p, *_state(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
+        return True
+
+    def clip(self, clip: Clip) -> Any:
+        """Clip only gradients that a step uses."""
+        if is_alone() or self._in_step or self._steps == 1:
+            return clip.run()
+        clipped = {id(p) for p in clip.parameters}
+        about = [each for each in self._windows.values() if not clipped.isdisjoint(map(id, parameters_of(each.optimizer)))]
+        full = [window for window in about if window.steps == self._steps - 1]
+        if full:
+            self._complete(full)
+            return clip.run()
+        self._clips.append(clip)
+        return clip.norm()
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if is_alone() or self._steps == 1:
+            return closure
+        raise UsageError(
+            f"{script_place()} calls {type(optimizer).__name__}.step(closure), which cannot be accumulated: the closure computes the "
+            "gradients inside the step. Call backward() and then step() without a closure, or train this part without parwrap.accumulate."
+        )
+
+    def _drop_stale(self) -> None:
+        """Drop gradients that a skipped step has kept and the loop has not zeroed yet."""
+        for p, *before in self._skipped:
+            if p.grad is not None and before == [*_state(p.grad)]:
+                p.grad = None
+        self._skipped.clear()
+        self._clips.clear()
+
+    def _put_back(self, windows: Iterable[_Window]) -> None:
+        """Add the sums of ``windows`` to ``.grad``; a parameter that two optimizers share counts once."""
+        sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for window in windows:
+            window.closing = True
+            sums.update(window.sums)
+        with torch.no_grad():
+            for p, total in sums.values():
+                p.grad = total.clone() if p.grad is None else total + p.grad
+
+    def _complete(self, windows: list[_Window]) -> None:
+        """Close ``windows`` whose last backward came from another line than before."""
+        late = [window for window in windows if not window.closing]
+        if late:
+            self._put_back(late)
+            self._average(_parameters(late))
+
+    # the end of a loader, of a loop that breaks, and of the function
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        """Read ``loader``; when it is exhausted, the open windows are shorter."""
+        if get_worker_info() is not None or is_alone():
+            return original(loader)
+        self._raise_failure()
+        return _Pass(original(loader), self)
+
+    def finish(self) -> None:
+        """Apply the open windows after the function has returned.
+
+        Raises:
+            UsageError: it never called ``step``.
+        """
+        self._raise_failure()
+        self._apply()
+        if self.backwards and not self._stepped:
+            raise UsageError(
+                f"accumulate({self._steps}) is for a loop that calls optimizer.step() after each backward, but none was called: the "
+                f"gradients of {self.backwards} backwards are {self._steps} times too small. Remove it, or step with an optimizer."
+            )
+
+    def end(self) -> None:
+        """Passes that outlive the function have no effect."""
+        self._ended = True
+
+    def exhausted(self) -> None:
+        """A loader was read to its end, and the loop has trained on it."""
+        if not self._ended and threading.get_ident() == self._thread:
+            self._apply()
+
+    def left(self) -> None:
+        """The loop has left a loader before its end. A finalizer cannot raise, so the next call does."""
+        try:
+            self.exhausted()
+        except BaseException as error:
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _apply(self) -> None:
+        """Take a step on the mean of each open window."""
+        windows = [window for window in self._windows.values() if window.steps and not window.closing and window.sums]
+        if windows:
+            for window in windows:
+                for p in parameters_of(window.optimizer):  # a batch without a step counts for nothing
+                    p.grad = None
+                window.sums = {key: (p, total * (self._steps / window.steps)) for key, (p, total) in window.sums.items()}
+            self._put_back(windows)
+            self._average(_parameters(windows))
+            self._in_step = True
+            try:
+                self._step(windows)
+            finally:
+                self._in_step = False
+            for p in _parameters(windows):
+                p.grad = None
+        for window in self._windows.values():
+            window.begin()
+        self._skipped.clear()
+        self._clips.clear()
+
+    def _step(self, windows: list[_Window]) -> None:
+        for window in windows:
+            if window.scaler is not None and window.clips:
+                window.scaler.unscale_(window.optimizer)
+        for clip in {id(clip): clip for window in windows for clip in window.clips}.values():
+            clip.run_later()
+        for window in windows:
+            if window.scaler is None:
+                window.optimizer.step()
+            else:
+                window.scaler.step(window.optimizer)
+        for scaler in {id(window.scaler): window.scaler for window in windows if window.scaler is not None}.values():
+            scaler.update()
+
+    # a script's own scaler
+
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """A script's own scaler acts only where a window ends; until then gradients keep its scale."""
+        if is_alone() or self._steps == 1:
+            return call.run()
+        if call.optimizer is None:
+            used, self._scaler_used = self._scaler_used, False
+            return call.run() if used else None
+        window = self._windows.setdefault(call.optimizer, _Window(call.optimizer))
+        window.scaler = call.scaler
+        if call.name == "unscale_":
+            if window.steps < self._steps - 1:
+                return None
+            self._complete([window])
+        elif self.skips(call.optimizer):
+            return None
+        self._scaler_used = self._in_step = True
+        try:
+            return call.run()
+        finally:
+            self._in_step = False
+
+    # gradients that the loop changes by hand
+
+    def _states(self) -> dict[int, tuple[weakref.ref[torch.Tensor], int]]:
+        parameters = (p for window in self._windows.values() for p in parameters_of(window.optimizer))
+        return {id(p): _state(p.grad) for p in parameters if p.grad is not None}
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Say once that gradients were changed between backward and the step."""
+        self._looks -= 1
+        before = self._left_by_backward
+        if any(before.get(id(p)) != _state(p.grad) for p in parameters_of(optimizer) if p.grad is not None):
+            self._looks = 0
+            warn(
+                "parwrap: gradients were changed between backward() and step(). Inside a window of parwrap.accumulate, each batch's part "
+                "is changed by itself, and the last change is made to the sum of the window. Clip with torch.nn.utils.clip_grad_norm_, "
+                "which acts on the sum only. This is shown once."
+            )
+
+
+class _Pass:
+    """Iterates over a loader, and tells the end of a pass in which the loop has trained."""
+
+    def __init__(self, batches: Iterator, accumulation: Accumulation) -> None:
+        self._batches: Iterator | None = batches
+        self._accumulation = accumulation
+        self._before = accumulation.backwards
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = None
+            if self._accumulation.backwards > self._before:
+                self._accumulation.exhausted()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __del__(self) -> None:
+        if self._batches is not None and self._accumulation.backwards > self._before:
+            self._accumulation.left()
+
+
+def _state(grad: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int]:
+    """What differs after ``grad`` was exchanged or changed in place; it does not keep it alive."""
+    return weakref.ref(grad), version_of(grad)
+
+
+def _parameters(windows: Iterable[_Window]) -> list[torch.Tensor]:
+    return list({id(p): p for window in windows for p in parameters_of(window.optimizer)}.values())

@@ -1,0 +1,139 @@
+"""Autocast around the user's code, off during a backward or an optimizer's step, and while a loader draws.
+
+Torch's cache of cast weights is off, because it is only cleared when the outermost autocast ends. A whole training loop runs inside this
+one, so it would use the weights of the first step throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward
+from parwrap.places import script_place
+from parwrap.torch_private.amp import autocast_enabled
+
+__all__ = ["Autocasting"]
+
+
+class Autocasting(Interceptor):
+    """Turns autocast off outside of forward passes.
+
+    It turns on only what it has turned off, because there may be other autocasts inside or around it.
+
+    Args:
+        device: the type of device.
+        dtype: the dtype to cast to; ``None`` for no autocast.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(self, device: str, dtype: torch.dtype | None, say: Callable[[str], None]) -> None:
+        self._device, self._dtype, self._say = device, dtype, say
+        self._steps, self._before = 0, False
+        self._user_managed = dtype is None
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The autocast context. Without a dtype, it turns off the autocast of an outer scope."""
+        with torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False):
+            yield
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        """Read batches without autocast, in worker processes too: autocast by hand is around the forward pass only."""
+        with self.off_for_data():
+            return _Drawn(original(loader), self)
+
+    @contextmanager
+    def off_for_data(self) -> Iterator[None]:
+        """No autocast inside the block, where data is drawn. A script's own autocast is unchanged."""
+        if self._user_managed:
+            yield
+            return
+        with self._off():
+            yield
+
+    def backward(self, call: Backward) -> None:
+        self._on_again()  # a step that raised has not reported its end
+        with self._off():
+            call.run()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """No autocast from here to the end of the step, which may contain the step of a base class or of another optimizer."""
+        if not self._steps:
+            self._before = torch.is_autocast_enabled(self._device)
+            torch.set_autocast_enabled(self._device, False)
+        self._steps += 1
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if self._steps == 1:
+            self._on_again()
+        elif self._steps:
+            self._steps -= 1
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Autocast in a closure, because it contains a forward pass."""
+
+        def with_autocast() -> Any:
+            steps = self._steps
+            self._on_again()
+            loss = closure()  # if it raises, the step has ended
+            self._steps = steps
+            torch.set_autocast_enabled(self._device, False)
+            return loss
+
+        return with_autocast
+
+    def enter_autocast(self, instance: torch.autocast) -> None:
+        """Turn this autocast off for good when the script enters its own."""
+        if instance.device != self._device or self._user_managed:
+            return
+        if autocast_enabled(instance):
+            self._user_managed, self._before = True, False
+            torch.set_autocast_enabled(self._device, False)
+            self._say(
+                "this script uses torch.autocast itself, so parwrap.amp leaves it alone: it casts nothing itself here. To let parwrap do "
+                "it, remove it from the script."
+            )
+        else:
+            self._say(
+                f"torch.autocast(enabled=False) at {script_place()} keeps that part in float32. If it belongs to the script's own option "
+                "for mixed precision, turn on that option instead of parwrap.amp, or remove it."
+            )
+
+    def _on_again(self) -> None:
+        if self._steps and self._before:
+            torch.set_autocast_enabled(self._device, True)
+        self._steps = 0
+
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        before, user_managed = torch.is_autocast_enabled(self._device), self._user_managed
+        torch.set_autocast_enabled(self._device, False)
+        try:
+            yield
+        finally:
+            if before and user_managed == self._user_managed:
+                torch.set_autocast_enabled(self._device, True)
+
+
+class _Drawn:
+    """Iterates over a loader without autocast while batches are drawn."""
+
+    def __init__(self, batches: Iterator, casting: Autocasting) -> None:
+        self._batches, self._casting = batches, casting
+
+    def __iter__(self) -> _Drawn:
+        return self
+
+    def __next__(self) -> Any:
+        with self._casting.off_for_data():
+            return next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]

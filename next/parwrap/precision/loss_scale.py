@@ -1,0 +1,158 @@
+"""The loss scale of fp16: when it grows and shrinks, how many steps were skipped, and when an iteration of a loop is over.
+
+The rule is that of torch's ``GradScaler`` (Micikevicius et al., 2018, section 3.2): halve the scale after an iteration with a gradient that
+is not finite, and double it after 2,000 iterations without one. It is a number on the host, so that reading it never waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from parwrap.errors import ParwrapError
+
+__all__ = ["AmpState", "Iterations"]
+
+FLOOR = 2.0**-24
+"""The smallest positive number of float16: with a smaller scale, a loss of 1 becomes 0."""
+
+
+class AmpState:
+    """The loss scale, for logging and for checkpoints.
+
+    Args:
+        scales: whether losses are scaled; if not, the scale is 1, and loading has no effect.
+        init_scale: the first scale.
+        growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
+        backoff_factor: its factor after an iteration with a skipped step.
+        growth_interval: the number of iterations before the scale grows.
+
+    Attributes:
+        scales: whether losses are scaled.
+        scale: the factor for losses.
+        skipped_steps: the number of optimizer steps skipped because of a gradient that was not finite.
+        restored: whether the state was loaded from a checkpoint.
+
+    >>> state = AmpState(init_scale=8.0)
+    >>> state.end_iteration(found=True)
+    >>> state
+    AmpState(scale=4.0, skipped_steps=0)
+    """
+
+    def __init__(
+        self,
+        scales: bool = True,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scales, self._init_scale = scales, init_scale
+        self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another training."""
+        self.scale = float(self._init_scale) if self.scales else 1.0
+        self.skipped_steps, self.restored = 0, False
+        self._growth_tracker = self._skipped_in_a_row = 0
+
+    def end_iteration(self, found: bool) -> None:
+        """Update the scale after an iteration; ``found`` says whether a gradient was not finite.
+
+        Raises:
+            ParwrapError: the scale is so small that no further step will be taken.
+        """
+        if not found:
+            self._skipped_in_a_row = 0
+            self._growth_tracker = (self._growth_tracker + 1) % self._growth_interval
+            if self._growth_tracker == 0 and math.isfinite(larger := _rounded(self.scale * self._growth_factor)):
+                self.scale = larger
+            return
+        self.scale, self._growth_tracker = _rounded(self.scale * self._backoff_factor), 0
+        self._skipped_in_a_row += 1
+        if self.scale < FLOOR:
+            raise ParwrapError(
+                f"gradients were not finite in {self._skipped_in_a_row} iterations in a row, and the loss scale has fallen to "
+                f"{self.scale:.2g}: the training has diverged, or its gradients do not fit into float16. Compute in bf16 "
+                "(parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or find out what makes the loss infinite or NaN."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The argument of :meth:`load_state_dict`, for a checkpoint; its keys are those of a ``GradScaler``."""
+        if not self.scales:
+            return {}
+        return {
+            "scale": self.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, which may also be that of a :class:`torch.amp.GradScaler`. This has no effect without scaling."""
+        if self.scales and state:
+            self.scale, self._growth_tracker = float(state["scale"]), state["_growth_tracker"]
+            self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
+            self._growth_interval, self.skipped_steps = state["growth_interval"], state.get("skipped_steps", 0)
+            self.restored = True
+
+    def __repr__(self) -> str:
+        return f"AmpState(scale={self.scale}, skipped_steps={self.skipped_steps})"
+
+
+def _rounded(scale: float) -> float:
+    """``scale`` in float32, as torch has it."""
+    return torch.tensor(scale, dtype=torch.float32, device="cpu").item()
+
+
+class Iterations:
+    """Calls ``over(found)`` at the end of each iteration of the user's loop, which it infers from optimizer steps.
+
+    A hand-written loop calls ``GradScaler.update`` once an iteration. Here no call marks the end, so an iteration ends when every optimizer
+    has stepped. Some optimizers step less often than others: a generator steps less often than its critic. As soon as one optimizer steps
+    twice, the iteration ends; from then on, it ends when the optimizers that stepped in it have all stepped again.
+
+    Args:
+        over: a function, called with whether one of the iteration's steps was skipped.
+    """
+
+    def __init__(self, over: Callable[[bool], None]) -> None:
+        self._over = over
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._taking_part: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def expect(self, optimizer: Optimizer) -> None:
+        """Record that ``optimizer`` exists, and may step in each iteration."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._taking_part.add(optimizer)
+
+    def forget(self) -> None:
+        """Forget all optimizers, because another training begins."""
+        self._known.clear()
+        self._taking_part.clear()
+        self._stepped.clear()
+
+    def stepped(self, optimizer: Optimizer, found: bool) -> None:
+        """Record a step of ``optimizer``, which was skipped if a non-finite gradient was ``found``."""
+        if optimizer in self._stepped:
+            self._taking_part = weakref.WeakSet(self._stepped)
+            self._end()
+        self._stepped[optimizer] = found
+        if set(self._taking_part) <= set(self._stepped):
+            self._end()
+
+    def _end(self) -> None:
+        found = any(self._stepped.values())
+        self._stepped.clear()
+        self._over(found)
