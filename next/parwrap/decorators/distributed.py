@@ -73,6 +73,10 @@ def strategy_of(options: Options) -> type[Strategy]:
         from parwrap.strategies.local_sgd import LocalSGD
 
         return LocalSGD
+    if options.strategy == "hogwild":
+        from parwrap.strategies.hogwild import Hogwild
+
+        return Hogwild
     from parwrap.strategies.ddp import DDP
 
     return DDP
@@ -99,7 +103,8 @@ class distributed(ScopeDecorator):
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
-            to the ranks; ``"local_sgd"`` averages weights every few steps; ``"none"`` trains a model on each rank.
+            to the ranks; ``"local_sgd"`` averages weights every few steps; ``"hogwild"`` lets each rank step on weights in shared memory;
+            ``"parameter_server"`` lets some ranks hold the weights and step; ``"none"`` trains a model on each rank.
         bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.
@@ -109,6 +114,10 @@ class distributed(ScopeDecorator):
         outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.
         outer_lr: its learning rate.
         outer_momentum: its momentum.
+        lock: with ``"hogwild"``, one rank at a time takes a step.
+        servers: with ``"parameter_server"``, the number of servers, which are the last ranks; the others are workers.
+        staleness: with ``"parameter_server"``, how many steps a worker may be ahead of the slowest; with 0 they step together, by default
+            each goes at its own pace.
         timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
 
     Raises:
