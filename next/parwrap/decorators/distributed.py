@@ -242,7 +242,7 @@ def _worker_or_server(
         if not isinstance(place, Server):
             yield place
             return
-        first = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
+        first: list[Any] = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
         opened.enter_context(_without_variables(hidden))
         opened.enter_context(output_of(whole.world.rank, log, heard))
         opened.enter_context(_files_of_rank_zero(whole, whole, module))

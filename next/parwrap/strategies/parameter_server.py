@@ -278,9 +278,9 @@ class ParameterServer(Strategy):
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         raise UsageError(
-            f"{type(optimizer).__name__}.step(closure) at {script_place()} cannot run on a parameter server: the closure computes gradients "
-            "on the worker during the step, which the server takes. Call backward() and then step() without a closure, or choose another "
-            "strategy."
+            f"{type(optimizer).__name__}.step(closure) at {script_place()} cannot run on a parameter server: the closure computes "
+            "gradients on the worker during the step, which the server takes. Call backward() and then step() without a closure, or choose "
+            "another strategy."
         )
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
@@ -430,6 +430,7 @@ class ParameterServer(Strategy):
         self._pull_all("the end of training")
         for optimizer in self._numbers:
             set_state(optimizer, self._state(optimizer))
+        self._numbers.clear()
         self._last = Message(Kind.END)
 
     def make_whole(self) -> None:
@@ -467,4 +468,4 @@ def take_result(server: Server, first: Iterable[nn.Module | Optimizer], returned
     for each, state in zip(first, states, strict=True):
         each.load_state_dict(state)
     if returned is not None:
-        returned.extend(pickle.loads(result) or ())
+        returned[:] = pickle.loads(result) or ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +25,7 @@ from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.torch_private.optimizer import global_post_hooks, global_pre_hooks
 
-__all__ = ["Begun", "Connections", "Kind", "Layout", "Message", "Pushed", "Served", "Server", "packed", "set_state", "state_of"]
+__all__ = ["Begun", "Connections", "Kind", "Layout", "Message", "Pushed", "Served", "Server", "may_step", "packed", "set_state", "state_of"]
 
 # messages
 
@@ -297,6 +297,20 @@ def _unobserved() -> Iterator[None]:
 # the server
 
 
+def may_step(steps: Mapping[int, int], worker: int, staleness: int | None) -> bool:
+    """Whether it is the turn of ``worker``.
+
+    Args:
+        steps: the number of steps that each worker has asked for, of those that have not ended.
+        worker: one of them.
+        staleness: how many steps it may be ahead of the slowest; ``None`` for any number.
+
+    >>> [may_step({0: asked, 1: 3}, 0, staleness=2) for asked in (4, 5, 6)]
+    [True, True, False]
+    """
+    return staleness is None or steps[worker] <= min(steps.values()) + staleness
+
+
 class Served(BaseException):
     """Ends the script's function on a server once all workers have ended; no ``except Exception`` of the script catches it."""
 
@@ -404,10 +418,8 @@ class Server(Interceptor):
         if self._staleness == 0:
             self._push_together(worker, message)
             return
-        if self._staleness is not None:
-            bound = self._staleness
-            self._changed.notify_all()
-            self._wait(lambda: self._steps[worker] <= min(self._steps.values()) + bound)
+        self._changed.notify_all()
+        self._wait(lambda: may_step(self._steps, worker, self._staleness))
         self._held[message.optimizer].step([message])
 
     def _push_together(self, worker: int, message: Message) -> None:
