@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.checks.same_data import NO_DATA, compare_data
-from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.errors import LockstepError, RankMismatchError, UsageError, in_one_line
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
@@ -441,10 +442,13 @@ class ParameterServer(Strategy):
 
     def close(self) -> None:
         self._buffers.close()
+        last, error = self._last, sys.exc_info()[1]
+        if last.kind is Kind.FAILED and error is not None:
+            last = last._replace(content=(in_one_line(error) if not isinstance(error, LockstepError) else str(error)).encode())
         for server in self._group.servers:
             if server not in self._failed:
                 with suppress(RuntimeError):  # it has ended
-                    self._group.connections.send(server, self._last)
+                    self._group.connections.send(server, last)
         self._parts.clear()
 
 

@@ -37,7 +37,7 @@ class Kind(IntEnum):
     """What a worker asks for. An answer repeats it, or is ``FAILED`` with a text."""
 
     FAILED = 0
-    """The worker has ended with an error; in an answer, somebody has, and the content is the text."""
+    """The worker, or in an answer anyone, has ended with an error, whose text is the content."""
     BEGIN = 1
     """An optimizer and its parameters, to step from now on."""
     PUSH = 2
@@ -394,7 +394,8 @@ class Server(Interceptor):
         elif self._error is not None:
             raise self._error
         elif message.kind is Kind.FAILED:
-            raise LockstepError(f"rank {worker}, a worker of the parameter server, has ended with an error, which says why.")
+            why = f" with {text}" if (text := message.content.decode()) else ": its own error says why."
+            raise LockstepError(f"rank {worker}, a worker of the parameter server, has ended{why}")
         elif message.kind is Kind.PUSH:
             self._push(worker, message)
             answer = answer._replace(values=self._held[number].values())

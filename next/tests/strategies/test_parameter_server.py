@@ -418,8 +418,11 @@ def test_an_error_of_a_worker_ends_the_server_and_the_other_workers():
 
     told = parwrap.gather(str(raised.value))
     assert "'enough'" == told[1]
-    assert "a worker of the parameter server, has ended with an error, which says why." in told[2]
     assert told[0] == told[2] or "rank 1 has raised an error" in told[0]
+    assert told[2] in (
+        "rank 1, a worker of the parameter server, has ended with KeyError: 'enough'",
+        f"rank 0, a worker of the parameter server, has ended with {told[0]}",
+    )
 
 
 @pytest.mark.ranks(2)
