@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from parwrap.data.loaders import replicate, shard
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
+    from parwrap.decorators.sync_bn import sync_bn
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
@@ -21,6 +22,7 @@ _HOMES = {
     "parwrap.data.loaders": ("replicate", "shard"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
+    "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
@@ -52,6 +54,7 @@ __all__ = [
     "replicate",
     "same_draws",
     "shard",
+    "sync_bn",
     "world_size",
 ]
 

@@ -46,7 +46,7 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["distributed", "draws_put_back", "no_sync", "same_draws", "script_scope"]
+__all__ = ["distributed", "draws_put_back", "no_sync", "open_passes", "same_draws", "script_scope"]
 
 NOT_HERE = {
     **dict.fromkeys(
@@ -150,6 +150,11 @@ def no_sync() -> AbstractContextManager[None]:
     return nullcontext() if _scope is None or _scope.strategy is None else _scope.strategy.no_sync()
 
 
+def open_passes() -> Passes | None:
+    """The open passes; ``None`` outside of ``distributed``, on one rank, and if the script distributes itself."""
+    return None if _scope is None else _scope.passes
+
+
 @contextmanager
 def same_draws() -> Iterator[None]:
     """Inside the ``with`` block, all ranks draw the same random numbers, also in a training pass: for decisions drawn from torch or numpy.
@@ -157,7 +162,7 @@ def same_draws() -> Iterator[None]:
     >>> with same_draws():
     ...     skips = torch.rand(()) < 0.5
     """
-    passes = None if _scope is None else _scope.passes
+    passes = open_passes()
     if passes is None:
         yield
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from parwrap.intercept.torch_calls import Backward, Criterion
+    from parwrap.intercept.torch_calls import Backward, Criterion, Norm
 
 __all__ = ["Interceptor"]
 
@@ -45,6 +45,14 @@ class Interceptor:
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
+
+    # layers
+
+    traced_norm: Callable[..., torch.Tensor]
+    """What ``torch.compile`` compiles in place of ``torch.nn.functional.batch_norm``, for a class that overrides :meth:`norm`."""
+
+    def norm(self, call: Norm) -> torch.Tensor:
+        """``torch.nn.functional.batch_norm`` was called. Returns the output."""
 
     # modules and parameters
 

@@ -32,7 +32,7 @@ from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata, is_transformed
 from parwrap.torch_private.modules import APPLY
 
-__all__ = ["Backward", "Criterion", "intercepting"]
+__all__ = ["Backward", "Criterion", "Norm", "intercepting"]
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -203,6 +203,40 @@ def _scaled(interceptor: Interceptor) -> Patches:
     return [Patch(torch.amp.GradScaler, "scale", scale)]
 
 
+# layers
+
+
+class Norm(NamedTuple):
+    """The arguments of one ``torch.nn.functional.batch_norm``, and torch's own function."""
+
+    original: Callable[..., torch.Tensor]
+    input: torch.Tensor
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    def run(self) -> torch.Tensor:
+        """Run torch's function, or forward the call to the next interceptor."""
+        return self.original(*self[1:])
+
+    def run_by_itself(self) -> torch.Tensor:
+        """Run torch's function, without any other interceptor."""
+        return inspect.unwrap(self.original)(*self[1:])
+
+
+def _norm(interceptor: Interceptor) -> Patches:
+    """Every BatchNorm module calls it, including lazy ones and subclasses, and so do functional calls; InstanceNorm does not."""
+
+    def batch_norm(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        return interceptor.norm(Norm(wrapped, *args, **kwargs))
+
+    return [Patch(functional, "batch_norm", batch_norm, interceptor.traced_norm)]
+
+
 # modules and parameters
 
 
@@ -371,6 +405,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "backward": _backward,
     "criterion": _criterion,
     "scaled": _scaled,
+    "norm": _norm,
     "made": _made,
     "set_mode": _set_mode,
     "moved": _moved,

@@ -8,7 +8,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["input_metadata", "is_transformed", "saved_sparse", "tensor_hooks", "view_base"]
+__all__ = [
+    "NO_GRAPH_TASK",
+    "current_graph_task_id",
+    "current_transform",
+    "input_metadata",
+    "is_transformed",
+    "saved_sparse",
+    "tensor_hooks",
+    "tracing_state",
+    "view_base",
+]
+
+NO_GRAPH_TASK = -1
+"""What :func:`current_graph_task_id` returns outside of a backward."""
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread. No public function says whether a backward runs."""
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable] | None] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``, by their numbers, in the order in which they run. Publicly, they can only be added and removed."""
@@ -21,6 +37,12 @@ input_metadata: Callable[[Any], tuple[Any, ...]] = attrgetter("_input_metadata")
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not make that public."""
+
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost running transform, such as ``vmap`` or ``grad``, or ``None``. ``torch.func`` does not make it public."""
+
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+"""The trace of ``torch.jit.trace`` that is being recorded, or ``None``. ``torch.jit.is_tracing`` would add a call to each forward."""
 
 
 def saved_sparse(node: Any) -> bool:
