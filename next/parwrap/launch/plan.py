@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launch.training_options import add_options, scope_options
+from parwrap.launch.training_options import OTHER_SCOPES, add_options, scope_options
 from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.world import World, detect
@@ -291,7 +291,7 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
         )
     _look_for(target, arguments)
     try:
-        Options(**options)
+        Options(**{name: value for name, value in options.items() if name not in OTHER_SCOPES})
     except UsageError as error:
         raise UsageError(f"{error} Your script's own options go after its name.") from None
     return Script(

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -129,13 +129,23 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
             _run_file(script.target)
 
 
-def _scope(script: Script) -> AbstractContextManager:
+@contextmanager
+def _scope(script: Script) -> Iterator[None]:
     if script.scope is None:
-        return nullcontext()
+        yield
+        return
     from parwrap.decorators.distributed import script_scope
 
     log, heard = os.environ.pop(LOG, None), os.environ.pop(ALL_RANKS, "") == "1"  # not for what the script starts
-    return script_scope(log=log, heard=heard, **script.scope)
+    options = dict(script.scope)
+    with ExitStack() as inner:
+        shares_norms = options.pop("sync_bn", False)
+        inner.enter_context(script_scope(log=log, heard=heard, **options))
+        if shares_norms:
+            from parwrap.decorators.sync_bn import sync_bn
+
+            inner.enter_context(sync_bn())
+        yield
 
 
 def _run_file(path: str) -> None:

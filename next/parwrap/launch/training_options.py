@@ -8,7 +8,7 @@ from typing import Any
 
 from parwrap.options import CHOICES, Options
 
-__all__ = ["SCOPE_OPTIONS", "add_options", "scope_options"]
+__all__ = ["OTHER_SCOPES", "SCOPE_OPTIONS", "add_options", "scope_options"]
 
 
 def _whole(text: str) -> int:
@@ -47,10 +47,15 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The arguments of ``argparse`` for each option of the scope."""
 
+OTHER_SCOPES: dict[str, dict[str, Any]] = {
+    "sync_bn": {"action": "store_true", "help": "Batch norms use the statistics of all ranks, as with @parwrap.sync_bn."},
+}
+"""Those of decorators that are opened inside it."""
+
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add all of them to ``group``; one that is not given leaves no attribute."""
-    for name, arguments in SCOPE_OPTIONS.items():
+    for name, arguments in (SCOPE_OPTIONS | OTHER_SCOPES).items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
         group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
 
@@ -61,4 +66,5 @@ def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
     >>> scope_options(argparse.Namespace(seed=3, nnodes="1"))
     {'seed': 3}
     """
-    return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}
+    names = (*(field.name for field in fields(Options)), *OTHER_SCOPES)
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

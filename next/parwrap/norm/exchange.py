@@ -1,7 +1,7 @@
 """How ranks that share the batch of a layer exchange its statistics: one collective in each forward, and one in each backward.
 
-They never travel on the process group that averages gradients, so they never pair with a bucket. Each carries its number: in lockstep all
-ranks count alike, so ranks that have come apart raise instead of mixing the numbers of two layers.
+They never travel on the process group that averages gradients, so they never pair with a bucket. Each carries its number and that of its
+layer. In lockstep all ranks count alike, so ranks that have come apart raise instead of mixing the numbers of two layers.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import LockstepError
+from parwrap.intercept.torch_calls import Norm
 from parwrap.places import script_place
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import Group, current
 from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
-__all__ = ["Alone", "Exchange", "Silent", "Statistics", "statistics_of"]
+__all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]
 
-NUMBERS = 2**20
-"""Numbers of messages are below this, so that float32 holds their sums exactly."""
+LIMIT = 2**12
+"""Numbers in headers are below this, so that float32 holds their sums over thousands of ranks exactly."""
 
 CPU = torch.device("cpu")
 
@@ -57,49 +59,92 @@ class Statistics:
     """
 
     def __init__(self, process_group: Any, control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        self._process_group, self._control_message = process_group, control_message
-        self._size = dist.get_world_size(process_group)
-        self._on_gpu = uses_nccl(process_group)
-        self._number = 0
-        self._unchecked: list[tuple[torch.Tensor, int]] = []
+        self.process_group, self.control_message = process_group, control_message
+        self.size, self.on_gpu = dist.get_world_size(process_group), uses_nccl(process_group)
+        self._messages = 0
+        self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._seen = 0
+        self._nameless = _Layer(self, 0)
+        self._unchecked: list[tuple[torch.Tensor, list[int]]] = []
+
+    def layer(self, call: Norm) -> _Layer:
+        """The exchange of the layer of ``call``. Layers are numbered at their first use."""
+        tensor = call.weight if call.running_mean is None else call.running_mean
+        if tensor is None:
+            return self._nameless
+        if tensor not in self._layers:
+            self._seen += 1
+            self._layers[tensor] = _Layer(self, self._seen)
+        return self._layers[tensor]
+
+    def header(self, layer: int) -> list[int]:
+        """The header of the next message."""
+        self._messages += 1
+        return [self._messages % LIMIT, layer % LIMIT]
+
+    def check(self, totals: torch.Tensor, header: list[int]) -> None:
+        """Raise if the headers of all ranks do not add up to this rank's ``header``, times the number of ranks.
+
+        Raises:
+            LockstepError: they do not.
+        """
+        if totals.tolist() != [number * self.size for number in header]:
+            raise LockstepError(
+                f"the ranks are in different batch norms: this rank is in batch norm {header[1]} at {script_place()}. Run the same layers "
+                "in the same order on all ranks, or remove @parwrap.sync_bn."
+            )
+
+    def check_later(self, totals: torch.Tensor, header: list[int]) -> None:
+        """Check in the next forward, which waits for the device anyway."""
+        self._unchecked.append((totals, header))
+
+    def check_now(self) -> None:
+        """Check what :meth:`check_later` was called with."""
+        while self._unchecked:
+            self.check(*self._unchecked.pop(0))
+
+
+class _Layer:
+    """The exchange of one layer.
+
+    Args:
+        statistics: that of all layers.
+        number: the number of the layer.
+
+    Attributes:
+        silent: that of a batch of which this rank has no part.
+    """
+
+    def __init__(self, statistics: Statistics, number: int) -> None:
+        self._statistics, self._number = statistics, number
+        self.silent = Silent(self)
 
     def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
-        sent = self._numbered(numbers)
-        rows = sent.new_empty(self._size, len(sent))
-        if current_graph_task_id() == NO_GRAPH_TASK:
-            with self._control_message(f"batch norm {self._number} of {len(numbers) // 2} channels"):
-                dist.all_gather(list(rows), sent, group=self._process_group)
-        else:  # a checkpoint computes it again
-            dist.all_gather(list(rows), sent, group=self._process_group)
-        *counts, number = rows[:, -2:].sum(0).tolist()
-        self._check(number, self._number)
-        for total, expected in self._unchecked:
-            self._check(total.item(), expected)
-        self._unchecked.clear()
-        return rows[:, :-1].to(numbers.device), counts[0]
+        together = self._statistics
+        sent, header = self._headed(numbers)
+        rows = sent.new_empty(together.size, len(sent))
+        recomputes = current_graph_task_id() != NO_GRAPH_TASK  # of a checkpoint, inside a backward
+        kind = f"batch norm {self._number} of {len(numbers) // 2} channels"
+        with nullcontext() if recomputes else together.control_message(kind):
+            dist.all_gather(list(rows), sent, group=together.process_group)
+        totals = rows[:, -3:].sum(0)
+        together.check(totals[1:], header)
+        together.check_now()
+        return rows[:, :-2].to(numbers.device), totals[0].item()
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
-        total = self._numbered(numbers)
-        dist.all_reduce(total, group=self._process_group)
-        if self._on_gpu:  # a backward does not wait for the device
-            self._unchecked.append((total[-1], self._number))
-        else:
-            self._check(total[-1].item(), self._number)
-        return total[:-1].to(numbers)
+        together = self._statistics
+        total, header = self._headed(numbers)
+        dist.all_reduce(total, group=together.process_group)
+        (together.check_later if together.on_gpu else together.check)(total[-2:], header)
+        return total[:-2].to(numbers)
 
-    def _numbered(self, numbers: torch.Tensor) -> torch.Tensor:
-        """``numbers`` where they can be sent, followed by the number of this message."""
-        self._number = (self._number + 1) % NUMBERS
-        home = CPU if not self._on_gpu else numbers.device if numbers.is_cuda else torch.device("cuda")
-        return torch.cat([numbers.detach(), numbers.new_full((1,), self._number)]).to(home)
-
-    def _check(self, total: float, number: int) -> None:
-        """Raise if the numbers of the messages of all ranks do not add up to that of this rank, times the number of ranks."""
-        if total != self._size * number:
-            raise LockstepError(
-                f"the ranks are in different batch norms: at {script_place()} this rank exchanges statistics {number} times, others not. "
-                "Run the same layers in the same order on all ranks, or remove @parwrap.sync_bn."
-            )
+    def _headed(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """``numbers`` where they can be sent, with the header at their end, and the header."""
+        header = self._statistics.header(self._number)
+        home = CPU if not self._statistics.on_gpu else numbers.device if numbers.is_cuda else torch.device("cuda")
+        numbers = numbers.detach().to(home)
+        return torch.cat([numbers, torch.tensor(header, dtype=numbers.dtype).to(home)]), header
 
 
 class Silent:

@@ -19,7 +19,7 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import Norm
 from parwrap.loop.passes import Passes
 from parwrap.norm.compiled_norm import scopes, traced
-from parwrap.norm.exchange import Exchange, Silent, Statistics, statistics_of
+from parwrap.norm.exchange import Exchange, Statistics, statistics_of
 from parwrap.norm.forward_backward import BatchNorm
 from parwrap.norm.kernels import Running
 from parwrap.places import warn
@@ -43,7 +43,6 @@ class SyncBN(Interceptor):
         self._process_group, self._group_size, self._passes = process_group, group_size, passes
         self._opened_for: Any = None
         self._statistics: Statistics | None = None
-        self._silent: Silent | None = None
         self._process = os.getpid()
         self._warned = False
         self._look_for_ranks()
@@ -64,7 +63,7 @@ class SyncBN(Interceptor):
         if not self._is_plain(call):
             return call.run()
         running = Running(call.running_mean, call.running_var, call.momentum)
-        return BatchNorm.apply(self._counted(call.input), call.input, call.weight, call.bias, running, call.eps)
+        return BatchNorm.apply(self._layer(self._statistics, call), call.input, call.weight, call.bias, running, call.eps)
 
     def distributes_itself(self, what: str) -> None:
         """The script starts a process group: compiled layers share their statistics in it too."""
@@ -75,7 +74,7 @@ class SyncBN(Interceptor):
         if self._has_whole():
             return None
         self._look_for_ranks()
-        return self._counted(call.input) if self._statistics else None
+        return None if self._statistics is None else self._layer(self._statistics, call)
 
     def _has_whole(self) -> bool:
         """Whether this rank has the whole batch."""
@@ -85,24 +84,21 @@ class SyncBN(Interceptor):
         innermost = None if passes is None else passes.innermost
         return innermost is not None and not innermost.shared
 
-    def _counted(self, x: torch.Tensor) -> Exchange:
-        """The exchange for ``x``, which does not count if this rank has no part of the batch."""
-        passes = self._passes()
-        assert self._statistics is not None
-        assert self._silent is not None
-        return self._silent if passes is not None and passes.is_stand_in(len(x)) else self._statistics
+    def _layer(self, statistics: Statistics, call: Norm) -> Exchange:
+        """The exchange of the layer of ``call``; a batch of which this rank has no part does not count."""
+        passes, layer = self._passes(), statistics.layer(call)
+        return layer.silent if passes is not None and passes.is_stand_in(len(call.input)) else layer
 
     def _look_for_ranks(self) -> None:
         """Find the ranks to share with: those of parwrap's process group, or of the script's own."""
         together = dist.group.WORLD if dist.is_initialized() else None
         if together is self._opened_for:
             return
-        self._opened_for, self._statistics, self._silent = together, None, None
+        self._opened_for, self._statistics = together, None
         if together is not None:
             ranks = self._ranks(dist.get_world_size())
             if len(ranks) > 1:
                 self._statistics = statistics_of(ranks, self._process_group)
-                self._silent = Silent(self._statistics)
 
     def _ranks(self, size: int) -> tuple[int, ...]:
         """The ranks that this one shares with."""

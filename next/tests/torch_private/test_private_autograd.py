@@ -59,3 +59,32 @@ def test_a_tensor_inside_of_a_transform_is_found():
 
     assert [True] == found
     assert not autograd.is_transformed(torch.ones(2))
+
+
+def test_a_running_backward_has_a_number():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(autograd.current_graph_task_id()))
+
+    assert autograd.NO_GRAPH_TASK == autograd.current_graph_task_id()
+    x.sum().backward()
+
+    assert 1 == len(seen)
+    assert autograd.NO_GRAPH_TASK not in seen
+
+
+def test_a_running_transform_is_found():
+    found = []
+    torch.vmap(lambda x: found.append(autograd.current_transform() is not None) or x)(torch.ones(2))
+
+    assert [True] == found
+    assert autograd.current_transform() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_running_trace_is_found():
+    found = []
+    torch.jit.trace(lambda x: found.append(autograd.tracing_state() is not None) or x * 1, torch.ones(2), check_trace=False)
+
+    assert found[0]
+    assert autograd.tracing_state() is None
