@@ -84,9 +84,10 @@ def from_script(frame: FrameType | None) -> bool:
     return True
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Whether ``frame`` runs code of torch or of parwrap."""
-    return frame.f_code.co_filename.startswith(_OURS)
+@functools.cache
+def is_ours(file: str) -> bool:
+    """Whether the source ``file`` belongs to torch or to parwrap."""
+    return file.startswith(_OURS)
 
 
 def is_installed(file: str) -> bool:

@@ -10,7 +10,6 @@ import itertools
 import mmap
 import os
 import time
-from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -116,7 +115,7 @@ class Positions:
 
     Attributes:
         opening: how many pages this process has opened before.
-        mine: this rank's page.
+        mine: this rank's page, as it was written last; its state may have changed since.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: Iterable[int]) -> None:
@@ -151,8 +150,15 @@ class Positions:
         self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
         if alike:
             for other in self._others:
-                if self._numbers[other * WORDS + STATE] != State.RUNS and apart(self.mine, self._read(other)):
+                if self._differs(other) and apart(self.mine, self._read(other)):
                     raise self.error()
+
+    def _differs(self, other: int) -> bool:
+        """Whether another rank of the node waits for something else than this rank, as far as one look shows."""
+        numbers, at, mine = self._numbers, other * WORDS, self.mine
+        if numbers[at + STATE] == State.RUNS:
+            return False
+        return (numbers[at + 1], numbers[at + STATE], numbers[at + 3], numbers[at + 4]) != mine[:4]
 
     def run(self) -> None:
         """Say that this rank has what it waited for."""
@@ -189,6 +195,10 @@ class Positions:
                 raise self.error(f"a rank has not ended within {timeout:g} s")
             time.sleep(0.005)
 
+    def now(self) -> Page:
+        """This rank's page with its present state."""
+        return self.mine._replace(state=self._numbers[self._rank * WORDS + STATE])
+
     def error(self, why: str = "") -> LockstepError:
         """The error that says where all ranks of the node are."""
         lines = []
@@ -220,8 +230,6 @@ class Positions:
 
     def _set(self, state: State) -> None:
         self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
-        backwards, _, what, controls, place = self.mine
-        self.mine = Page(backwards, state, what, controls, place)
 
     def _write(self, page: Page) -> None:
         at, numbers = self._rank * WORDS, self._numbers
@@ -230,7 +238,8 @@ class Positions:
             text = page.place.encode()[: SIZE - PLACE]
             self._length = len(text)
             self._memory[self._rank * SIZE + PLACE : self._rank * SIZE + PLACE + len(text)] = text
-        numbers[at + 1 : at + NUMBERS] = memoryview(array("q", (*page[:4], self._length)))
+        numbers[at + 1], numbers[at + 2], numbers[at + 3], numbers[at + 4], _ = page
+        numbers[at + 5] = self._length
         numbers[at] += 1
         self.mine = page
 

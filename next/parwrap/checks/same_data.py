@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
-from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from parwrap.errors import RankMismatchError
 from parwrap.places import Place, warn
 
-__all__ = ["data_digits", "different_data"]
+__all__ = ["Held", "data_digits", "different_data", "held_by"]
 
 SPREAD = 1024
 """How many values of a tensor, array or list are compared, at equal distances."""
@@ -32,33 +31,37 @@ WHAT = {
 }
 
 
-_known: WeakKeyDictionary[DataLoader, _Held] = WeakKeyDictionary()
-"""What each loader reads, which is hashed once."""
-
-
-def data_digits(loader: DataLoader, seed: int, epoch: int) -> tuple[int, ...]:
+def data_digits(loader: DataLoader, held: Held, seed: int, epoch: int) -> tuple[int, ...]:
     """Eight digits below 251, two for each of: shape, order, numbers and texts of what ``loader`` reads in a pass.
 
-    >>> loader = DataLoader(torch.arange(8.0), batch_size=2)
-    >>> data_digits(loader, 0, 0) == data_digits(DataLoader(torch.arange(8.0), batch_size=2), 0, 0)
+    >>> loader, other = DataLoader(torch.arange(8.0), batch_size=2), DataLoader(torch.ones(8), batch_size=2)
+    >>> data_digits(loader, held_by(loader), 0, 0) == data_digits(loader, held_by(loader), 0, 0)
     True
-    >>> [a == b for a, b in zip(data_digits(loader, 0, 0)[::2], data_digits(DataLoader(torch.ones(8), batch_size=2), 1, 0)[::2])]
+    >>> [a == b for a, b in zip(data_digits(loader, held_by(loader), 0, 0)[::2], data_digits(other, held_by(other), 1, 0)[::2])]
     [True, False, False, True]
     """
-    dataset, batches = loader.dataset, loader.batch_sampler
-    sampler = getattr(batches, "sampler", loader.sampler)
+    dataset, batches, sampler = _parts(loader)
     shape = f"{_length(dataset)} {loader.batch_size} {loader.drop_last} {type(batches).__name__} {type(sampler).__name__}"
-    held = _known.get(loader)
-    if held is None:
-        held = _known[loader] = _Held()
-        held.add(dataset)
-        for drawn in (batches, sampler):
-            held.add_order(drawn, dataset)
     tensors = (value for _, value in sorted(_attributes(sampler).items()) if isinstance(value, torch.Tensor) and value is not dataset)
     weights = [_numbers_hash(value) for value in tensors]
     order = crc32(f"{held.order} {seed} {epoch} {weights}".encode())
     numbers = crc32(shape.encode()), order, held.numbers, held.texts
     return tuple(digit for number in numbers for digit in (number % 251, number // 251 % 251))
+
+
+def held_by(loader: DataLoader) -> Held:
+    """Hashes of what ``loader`` reads that stay the same in all of its passes."""
+    dataset, batches, sampler = _parts(loader)
+    held = Held()
+    held.add(dataset)
+    for drawn in (batches, sampler):
+        held.add_order(drawn, dataset)
+    return held
+
+
+def _parts(loader: DataLoader) -> tuple[Any, Any, Any]:
+    """The dataset, the batch sampler and the sampler of ``loader``."""
+    return loader.dataset, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def different_data(differ: Iterable[int], place: Place) -> None:
@@ -82,7 +85,7 @@ def different_data(differ: Iterable[int], place: Place) -> None:
     )
 
 
-class _Held:
+class Held:
     """Hashes of the order, the numbers and the texts that a dataset and its sampler hold, a few levels deep."""
 
     def __init__(self) -> None:
@@ -116,7 +119,7 @@ class _Held:
                 self._add_order(each)
 
     def _add_order(self, indices: Any) -> None:
-        held = _Held()
+        held = Held()
         held.add(indices)
         self.order = crc32(b"%d" % held.numbers, self.order)
 

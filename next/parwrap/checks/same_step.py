@@ -54,6 +54,8 @@ class Entry(IntEnum):
 
 
 NUMBERS = -Entry.SET
+ALIKE = range(Entry.SET, Entry.WEIGHT)
+"""The entries that are equal on all ranks."""
 
 
 class _Exchanged(NamedTuple):
@@ -177,7 +179,7 @@ class SameStep:
             self._compare_arrived()
 
     def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
-        differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]
+        differ = [index for index in ALIKE if abs(means[index] - mine[index]) > TOLERANCE]
         if differ:
             self._refuse(differ, training.place if training else place)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:

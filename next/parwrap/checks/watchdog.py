@@ -42,10 +42,10 @@ def watched(group: Group, positions: Positions, report: Callable[[str], None]) -
     rank, following = group.world.rank, (group.world.rank + 1) % group.world.size
 
     def watch(stopped: threading.Event) -> None:
-        seen, since = positions.mine, time.monotonic()
+        seen, since = positions.now(), time.monotonic()
         put: Page | None = None
         while not stopped.wait(INTERVAL):
-            mine = positions.mine
+            mine = positions.now()
             if mine != seen or mine.state not in (State.BACKWARD, State.CONTROL):
                 seen, since = mine, time.monotonic()
             elif time.monotonic() - since > PATIENCE:

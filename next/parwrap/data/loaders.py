@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.checks.same_data import data_digits
+from parwrap.checks.same_data import Held, data_digits, held_by
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
@@ -149,6 +149,8 @@ class _Known:
         given: a length that was given before its first training pass, and where.
         whole_at: lines that read it without a backward: everything is read there.
         copy: the copy that is read, if its workers persist or if it has a state.
+        held: hashes of what it reads.
+        iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
     seed: int | None = None
@@ -158,6 +160,8 @@ class _Known:
     given: tuple[int, Place] | None = None
     whole_at: set[Place] = field(default_factory=set)
     copy: DataLoader | None = None
+    held: Held | None = None
+    iterated: weakref.ref[_Iteration] | None = None
 
 
 class Loaders(Interceptor):
@@ -168,11 +172,18 @@ class Loaders(Interceptor):
         options: a function that returns the options of the innermost running function.
         passes: the open passes.
         optimizers: the optimizers of the script.
+        begins: called when a pass begins, with whether it trains.
         say: prints a line on rank 0.
     """
 
     def __init__(
-        self, group: Group, options: Callable[[], Options], passes: Passes, optimizers: Optimizers, say: Callable[[str], None]
+        self,
+        group: Group,
+        options: Callable[[], Options],
+        passes: Passes,
+        optimizers: Optimizers,
+        begins: Callable[[bool], None],
+        say: Callable[[str], None],
     ) -> None:
         self._rank, self._size = group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
@@ -181,8 +192,7 @@ class Loaders(Interceptor):
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._seedings, self._loaders = 0, 0
         self._said: set[Place] = set()
-        self.begins_whole: Callable[[], None] = lambda: None
-        self.begins_training: Callable[[], None] = lambda: None
+        self._begins = begins
         self._collector: int | None = None  # the thread in which the garbage collector runs
         self._undo = ExitStack()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
@@ -194,7 +204,9 @@ class Loaders(Interceptor):
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         if get_worker_info() is not None or is_alone():
             return original(loader)
-        return _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
+        made = _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
+        self.known(loader).iterated = weakref.ref(made)
+        return made
 
     def begin(self, iteration: _Iteration) -> None:
         """Decide what ``iteration`` reads, and begin its pass."""
@@ -204,29 +216,20 @@ class Loaders(Interceptor):
         if loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
             iteration.workers_seed = self._workers_seed(loader)
         self._note_line_that_begins_again(known, place)
-        training = loader in _sharded or (
-            place not in known.whole_at
-            and trains(
-                gradients_on=torch.is_grad_enabled(),
-                optimizer_built=self._optimizers.were_built,
-                in_eval=self._optimizers.evaluate(),
-            )
-        )
+        training = self._trains(loader, known, place)
         shared = training and loader not in _replicated
         for each in list(known.open):
             if training or not each.trains:
                 self._leave(known, each)
-        if training and self.in_loop():
-            self.begins_training()
-        opened, last = Pass(training, shared, place), known.last
+        if not training or self.in_loop():
+            self._begins(training)
+        opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
         iteration.opened, known.last = opened, opened
         if shared:
             self._begin_share(iteration, loader, known, opened)
         else:
             opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
-            if not training:
-                self.begins_whole()
             with self._drawing(random_streams.NONE), _seeding_workers(loader, iteration.workers_seed):
                 iteration.batches = iteration.original(loader)
             reads_own = training and self._reads_by_python(loader)
@@ -236,6 +239,17 @@ class Loaders(Interceptor):
         self._open.add(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
+    def _trains(self, loader: DataLoader, known: _Known, place: Place) -> bool:
+        """Whether a pass over ``loader`` that begins now trains."""
+        return loader in _sharded or (
+            place not in known.whole_at
+            and trains(
+                gradients_on=torch.is_grad_enabled(),
+                optimizer_built=self._optimizers.were_built,
+                in_eval=self._optimizers.evaluate(),
+            )
+        )
+
     def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         if self._options().uneven == "drop":
             refuse_nothing(loader, self._size)
@@ -244,7 +258,8 @@ class Loaders(Interceptor):
             share, opened.weights = self._share(loader, known, seed)
             own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank  # workers of a stream draw alike on all ranks
             workers_seed = None if iteration.workers_seed is None else iteration.workers_seed + own
-            opened.data = data_digits(loader, seed, known.epoch)
+            known.held = held_by(loader) if known.held is None else known.held
+            opened.data = data_digits(loader, known.held, seed, known.epoch)
             self._check_length(loader, known, opened)
             with _seeding_workers(share, workers_seed):
                 iteration.batches = iteration.original(share)
@@ -302,13 +317,14 @@ class Loaders(Interceptor):
 
     def _note_unused(self, known: _Known, opened: Pass) -> None:
         """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
-        if not opened.drawn or self._passes.backwards > opened.backwards_before or opened.place in known.whole_at:
+        if not opened.drawn or self._passes.backwards > opened.backwards_before or opened.place in known.whole_at or opened.said:
             return
         known.whole_at.add(opened.place)
         known.epoch -= 1
         warn(
             f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
-            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on."
+            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
+            "you keep the batches to train on them later, write parwrap.shard(loader)."
         )
 
     def in_loop(self) -> bool:
@@ -418,6 +434,9 @@ class Loaders(Interceptor):
         known = self.known(loader)
         if known.open:
             return self._share_length(loader, whole) if known.open[-1].shared else whole
+        iterated = None if known.iterated is None else known.iterated()
+        if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
+            return self._share_length(loader, whole) if self._trains(loader, known, iterated.place) else whole
         gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
         shared = loader in _sharded or shows_share(
             last_trained=None if known.last is None else known.last.shared,
@@ -464,23 +483,6 @@ class Loaders(Interceptor):
     def known(self, loader: DataLoader) -> _Known:
         """What is known about ``loader``."""
         return self._known.setdefault(loader, _Known())
-
-    def check_backward(self) -> None:
-        """Refuse a backward inside a pass that reads everything of a loader that trained on shares.
-
-        Raises:
-            UsageError: it names the ``eval()`` that makes the pass read everything.
-        """
-        innermost = self._passes.innermost
-        if innermost is None or not innermost.refuses_backward:
-            return
-        where = self._optimizers.eval_place()
-        because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
-        raise UsageError(
-            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. "
-            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the "
-            "pass begins, or write parwrap.shard(loader)."
-        )
 
     def _reading(self, loader: DataLoader) -> Reading:
         known = self.known(loader)

@@ -275,17 +275,18 @@ class _Scope(Interceptor):
         _share_streams(group)  # from here on, the pages of all ranks are there
         self._undo.callback(setattr, group, "control_message", group.control_message)
         group.control_message = same_step.control
-        loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)
-        self._undo.callback(loaders.close)
-        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, loaders, same_step, self._say)
+        divisors = Divisors(group, passes, lambda: self._options)
+        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
         self.strategy = strategy_of(options)(loop)
         self._undo.callback(self.strategy.close)
+        loaders = Loaders(group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say)
+        self._undo.callback(loaders.close)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders] if options.strategy != "none" else []
-        return [_Seeds(streams), optimizers, modules, losses, *shared, Divisors(group, passes, lambda: self._options), self.strategy, self]
+        return [_Seeds(streams), optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:

@@ -40,8 +40,8 @@ class Interceptor:
     def backward(self, call: Backward) -> None:
         """``loss.backward()`` or ``torch.autograd.backward(losses)`` was called."""
 
-    def criterion(self, call: Criterion) -> torch.Tensor | None:
-        """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the factor of its gradient, or ``None`` for 1."""
+    def criterion(self, call: Criterion) -> torch.Tensor:
+        """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the loss that the script gets."""
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""

@@ -89,10 +89,10 @@ class Backward(NamedTuple):
         """Whether the graph can be used again after this call."""
         return bool(self.options.get("retain_graph") or self.options.get("create_graph"))
 
-    def with_root(self, scalar: torch.Tensor, leaf: torch.Tensor) -> Backward:
-        """This call with one more root, whose gradient goes to ``leaf``."""
+    def run_with(self, root: torch.Tensor, leaf: torch.Tensor) -> None:
+        """Run torch's function with one more root, whose gradient goes to ``leaf``."""
         options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
-        return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
+        self.original((*self.tensors, root), (*self.grad_tensors, None), **options)
 
     def times(self, factor: float) -> Backward:
         """This call with its gradients multiplied by ``factor``."""
@@ -178,15 +178,14 @@ def _criterion(interceptor: Interceptor) -> Patches:
         def criterion(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             loss = wrapped(*args, **kwargs)
             if torch.compiler.is_compiling() or not isinstance(loss, torch.Tensor) or is_transformed(loss) or not loss.requires_grad:
-                return loss  # inside of torch.func ranks cannot send numbers
+                return loss  # inside of torch.func a loss has no graph of its own
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             named = given.arguments
             a_mean = named["reduction"] == "mean" and named["reduce"] is not False and named["size_average"] is not False
             if not a_mean or named["target"].is_floating_point():
                 return loss
-            factor = interceptor.criterion(Criterion(loss, named["target"], named["weight"], named["ignore_index"]))
-            return loss if factor is None else loss * factor.to(loss)
+            return interceptor.criterion(Criterion(loss, named["target"], named["weight"], named["ignore_index"]))
 
         return Patch(functional, name, criterion)
 

@@ -1,21 +1,26 @@
 """Classification losses with ``batch="global"`` whose divisor is not the number of samples: class weights, ignored targets.
 
-Each mean loss is multiplied by the factor that makes the average over ranks the mean over the whole batch. That takes one message of two
-numbers for each such loss, sent whenever it has class weights or several targets a sample, or when targets may be ignored.
+Each mean loss of a training pass is multiplied by a factor that makes the average over ranks the mean over the whole batch. It is 1 until
+a backward reaches the loss: then ranks add up the divisors of all losses that it reaches, in one message for one loss and two for several.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, Node
 
+from parwrap.errors import RankMismatchError
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Criterion
+from parwrap.intercept.torch_calls import Backward, Criterion
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
+from parwrap.places import script_place
 from parwrap.ranks.group import Group, is_alone
 
 __all__ = ["Divisors"]
@@ -24,28 +29,98 @@ LEAST = 1e-30
 """If no rank counts a target, the loss is zero."""
 
 
+class _MeanLoss:
+    """A loss that a mean over classified targets has returned.
+
+    Args:
+        criterion: the call.
+
+    Attributes:
+        value: the loss on this rank.
+        divisor: what its sum was divided by.
+        factor: multiplies its gradient; ``None`` until it is differentiated for the first time.
+    """
+
+    def __init__(self, criterion: Criterion) -> None:
+        self.value, self.divisor = criterion.loss.data, criterion.divisor()
+        self.factor: float | None = None
+        self.value.masked_fill_(self.divisor == 0, 0)  # a mean over no targets is nan, and counts nothing here
+
+
+class _Weighted(torch.autograd.Function):
+    """A mean loss whose gradient is multiplied by its factor."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, mean: _MeanLoss) -> torch.Tensor:
+        ctx.mean = mean
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
+        if ctx.mean.factor is None:
+            ctx.mean.factor = 1.0  # by torch.autograd.grad: the loss of an inner problem, such as MAML's, is this rank's
+        return grads[0] * ctx.mean.factor, None
+
+
 class Divisors(Interceptor):
     """Weights such losses by their divisors.
 
     Args:
         group: the process group.
-        passes: the open passes, which know the weight of this rank's part of the batch.
+        passes: the open passes.
         options: a function that returns the options of the innermost running function.
     """
 
     def __init__(self, group: Group, passes: Passes, options: Callable[[], Options]) -> None:
         self._group, self._passes, self._options = group, passes, options
+        self._open: list[tuple[weakref.ref[Node], _MeanLoss]] = []
 
-    def criterion(self, call: Criterion) -> torch.Tensor | None:
-        """The factor of ``call``'s loss. The strategy multiplies the whole loss by the weight of the batch, so it is divided by that."""
+    def criterion(self, call: Criterion) -> torch.Tensor:
         if self._options().batch != "global" or is_alone() or not self._passes.in_weighted_batch:
+            return call.loss
+        mean = _MeanLoss(call)
+        result = cast(torch.Tensor, _Weighted.apply(call.loss, mean))
+        self._open.append((weakref.ref(cast(Node, result.grad_fn)), mean))
+        return result
+
+    def weigh(self, call: Backward) -> torch.Tensor | None:
+        """Set the factors of all mean losses that ``call`` reaches. The strategy multiplies the whole loss by the weight of the batch.
+
+        Returns:
+            What this adds to the loss, a scalar; ``None`` if it reaches none.
+
+        Raises:
+            RankMismatchError: it reaches other numbers of them on other ranks.
+        """
+        self._open = [(ref, mean) for ref, mean in self._open if ref() is not None and mean.factor is None]
+        if not self._open:
             return None
-        weight = self._passes.batch(lambda: leading_sizes([call.loss])).weight
-        counted = call.divisor()
-        call.loss.data.masked_fill_(counted == 0, 0)  # a mean over no targets is nan, and counts nothing here
-        divisor = counted.to(torch.float32) * bool(weight)
-        total = divisor.to("cpu", copy=True) if self._group.control is not None else divisor.clone()
-        with self._group.control_message("a cross entropy of a global batch"):
-            dist.all_reduce(total, group=self._group.control)
-        factor = divisor * self._group.world.size / total.to(divisor).clamp(min=LEAST)
-        return factor / weight if weight else torch.zeros_like(factor)
+        edges = [GradientEdge(cast(Node, ref()), 0) for ref, _ in self._open]
+        means = [mean for _, mean in self._open]
+        grads = torch.autograd.grad(cast(Any, call.tensors), edges, call.grad_tensors, retain_graph=True, allow_unused=True)
+        for mean in means:
+            mean.factor = None  # a loss that depends on another one was differentiated now
+        reached = [(mean, grad) for mean, grad in zip(means, grads, strict=True) if grad is not None]
+        if not reached:
+            return None
+        weight = self._passes.batch(lambda: leading_sizes(call.tensors)).weight
+        factors = self._factors(torch.stack([mean.divisor for mean, _ in reached]).to("cpu", torch.float64), weight)
+        for (mean, _), factor in zip(reached, factors, strict=True):
+            mean.factor = factor
+        return cast(torch.Tensor, sum(grad * mean.value * (cast(float, mean.factor) - 1) for mean, grad in reached))
+
+    def _factors(self, divisors: torch.Tensor, weight: float) -> list[float]:
+        group, count, counted = self._group, len(divisors), divisors * bool(weight)
+        first, others = torch.tensor([count, count**2, counted[0]], dtype=torch.float64), counted[1:].clone()
+        with group.control_message('the divisors of cross entropies in batch="global"'):
+            dist.all_reduce(first, group=group.control)
+            if first[0] ** 2 != first[1] * group.world.size:
+                raise RankMismatchError(
+                    f"the loss at {script_place()} has {count} cross entropies on this rank and {first[0] / group.world.size:.3g} on "
+                    'average, so with batch="global" their divisors cannot be added up. Compute as many on every rank, with '
+                    'reduction="sum" divided by a number that all ranks share, or train with batch="per_rank".'
+                )
+            if count > 1:
+                dist.all_reduce(others, group=group.control)
+        totals = torch.cat([first[2:], others]).clamp(min=LEAST)
+        return (counted * group.world.size / totals / weight).tolist() if weight else [0.0] * count

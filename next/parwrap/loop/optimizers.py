@@ -62,7 +62,6 @@ class Optimizers(Interceptor):
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
         self.were_built = False
         self.generation = self.steps = 0
-        self.after_step: Callable[[Optimizer], None] = lambda optimizer: None
 
     # what exists
 
@@ -135,7 +134,10 @@ class Optimizers(Interceptor):
         self._built_since_step.clear()
         if self._passes.training and all(ref() is not optimizer for ref in self._stepped_in_pass):
             self._stepped_in_pass.append(weakref.ref(optimizer))
-        self.after_step(optimizer)
+
+    def is_of_batch(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` trains what was made inside the training pass."""
+        return optimizer in self._batch_optimizers
 
     def ended_pass(self) -> None:
         """A training pass has ended."""
@@ -162,6 +164,23 @@ class Optimizers(Interceptor):
         """The line of the last ``eval()`` that put a parameter of an optimizer in eval mode."""
         places = [self._in_eval.get(p) for optimizer in self.all() for p in parameters_of(optimizer)]
         return next((place for place in places if place is not None), None)
+
+    def check_backward(self) -> None:
+        """Refuse a backward inside a pass that reads everything of a loader that trained on shares.
+
+        Raises:
+            UsageError: it names the ``eval()`` that makes the pass read everything.
+        """
+        innermost = self._passes.innermost
+        if innermost is None or not innermost.refuses_backward:
+            return
+        where = self.eval_place()
+        because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
+        raise UsageError(
+            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. "
+            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the "
+            "pass begins, or write parwrap.shard(loader)."
+        )
 
     def moved(self, module: nn.Module) -> None:
         self.generation += 1

@@ -53,6 +53,7 @@ class Pass:
         trains: whether it is a training pass.
         shared: whether this rank reads only its share.
         place: the line that reads it.
+        said: whether the script has said that it is shared.
         data: digits of a hash of what all ranks must read alike, which travel with its first backward.
         weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
         backwards: the number of backwards since it began.
@@ -71,6 +72,7 @@ class Pass:
     trains: bool
     shared: bool
     place: Place
+    said: bool = False
     data: tuple[int, ...] = ()
     weights: deque[float] | None = None
     backwards: int = 0
@@ -120,7 +122,7 @@ class Passes:
         self.streams, self._draws = streams, draws
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
-        self._same_draws = 0
+        self._same_draws, self._unsent = 0, False
         self.batches = self.backwards = 0
 
     @property
@@ -147,6 +149,7 @@ class Passes:
         """Add ``opened``, which begins, or goes on after another pass over its loader has ended it."""
         self._last_training = None
         self._open.append(opened)
+        self._unsent = self._unsent or bool(opened.data)
 
     def is_open(self, opened: Pass) -> bool:
         """Whether ``opened`` has begun and not ended."""
@@ -161,13 +164,17 @@ class Passes:
 
     def data_to_send(self) -> tuple[int, ...]:
         """The digits of all training passes that have not sent theirs, added up; empty if all have."""
+        if not self._unsent:
+            return ()
         unsent = [each.data for each in self._training_passes() if each.data]
         return tuple(sum(digits) % DIGITS for digits in zip(*unsent, strict=True))
 
     def data_sent(self) -> None:
         """The digits of :meth:`data_to_send` have travelled with a backward."""
-        for each in self._training_passes():
-            each.data = ()
+        if self._unsent:
+            self._unsent = False
+            for each in self._training_passes():
+                each.data = ()
 
     def _training_passes(self) -> list[Pass]:
         """The open training passes, and one that repeats, as in :attr:`training`."""

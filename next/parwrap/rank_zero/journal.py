@@ -37,7 +37,7 @@ class Sites:
     def next(self) -> str:
         """The name of the save that the running code begins."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and (is_ours(frame) or is_standard(frame.f_code.co_filename)):
+        while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
             frame = frame.f_back
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         with self._lock:

@@ -96,7 +96,9 @@ def gather(x: Any) -> list[Any]:
         return [mapped(x, _detached)]
     _met("gather", group)
     pickled: list[Any] = [None] * group.world.size
-    dist.all_gather_object(pickled, _pickled(_moved(x, CPU)), group=group.control)
+    mine = _pickled(_moved(x, CPU))
+    with group.control_message("parwrap.gather"):
+        dist.all_gather_object(pickled, mine, group=group.control)
     return [_moved(each, group.device) for each in _unpickled("gather", pickled, range(group.world.size))]
 
 
@@ -123,7 +125,8 @@ def broadcast(x: Any, src: int = 0) -> Any:
     if group is None:
         return mapped(x, _detached)
     box = [_pickled(_moved(x, CPU)) if group.world.rank == src else None]
-    dist.broadcast_object_list(box, src, group=group.control)
+    with group.control_message("parwrap.broadcast"):
+        dist.broadcast_object_list(box, src, group=group.control)
     return _moved(_unpickled("broadcast", box, [src])[0], group.device)
 
 
@@ -213,7 +216,8 @@ def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
     if group is not None:
         size = group.world.size
         leaves = [leaf.to(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes or [None] * len(leaves), strict=True)]
-        leaves = _all_reduced(leaves, group)
+        with group.control_message(f"parwrap.{name}"):
+            leaves = _all_reduced(leaves, group)
     totals = iter(leaves)
 
     def result(leaf: Any) -> Any:

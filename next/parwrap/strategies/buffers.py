@@ -84,7 +84,7 @@ class Buffers:
                 self._before = {}
                 _agree_on(self._group, "agreement on the buffers that training changes", self._moving)
         if self._moving:
-            self._send(self._moving)
+            self._send(self._moving, "sending the buffers that training changes")
 
     def begins_whole(self) -> None:
         """Send the buffers of the modules that were put in eval mode: a pass that reads everything begins after a step."""
@@ -92,17 +92,19 @@ class Buffers:
         self._evaluated = []
         buffers = [buffer for module in modules for buffer in _buffers(module.modules()) if buffer.tensor() is not None]
         if buffers:
-            _agree_on(self._group, "sending rank 0's buffers as a pass begins", buffers)
-            self._send(buffers)
+            kind = "sending rank 0's buffers as a pass begins"
+            _agree_on(self._group, kind, buffers)
+            self._send(buffers, kind)
 
     @torch.no_grad()
-    def _send(self, buffers: Iterable[_Buffer]) -> None:
+    def _send(self, buffers: Iterable[_Buffer], kind: str) -> None:
         """Write rank 0's values into ``buffers``, in one broadcast a dtype and device."""
         tensors = [tensor for buffer in buffers if (tensor := buffer.tensor()) is not None]
-        for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-            same = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]
+        for alike in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+            same = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == alike]
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(flat, 0)
+            with self._group.control_message(kind):
+                dist.broadcast(flat, 0)
             if self._group.world.rank:
                 for tensor, sent in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                     tensor.data.copy_(sent.view(tensor.shape))

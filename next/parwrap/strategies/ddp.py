@@ -42,8 +42,6 @@ class DDP(Strategy):
         self._buffers = Buffers(loop.group, loop.modules.first)
         self._sites = Sites(loop, self._buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
-        loop.optimizers.after_step = self._weights.after_step
-        loop.loaders.begins_whole, loop.loaders.begins_training = self.begins_whole, self._weights.begins_pass
         self._thread: threading.Thread | None = None
         self._local = self._synced_steps = 0
         with torch.inference_mode(False), torch.enable_grad():
@@ -55,6 +53,7 @@ class DDP(Strategy):
         if self._thread is not None:
             if self._thread is not threading.current_thread():
                 raise self._two_threads()
+            self._loop.divisors.weigh(call)
             call.run()  # inside of another backward, as re-entrant checkpoints do it
             return
         self._thread = threading.current_thread()
@@ -66,7 +65,7 @@ class DDP(Strategy):
 
     def _run(self, call: Backward) -> None:
         loop = self._loop
-        loop.loaders.check_backward()
+        loop.optimizers.check_backward()
         if is_alone():
             raise UsageError(
                 f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
@@ -76,9 +75,9 @@ class DDP(Strategy):
         # how much does this rank's part of the batch count?
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
         scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
-        root, weighted = loop.losses.root(call), call if scale == 1.0 else call.times(scale)
         if self._local:
-            weighted.run()
+            loop.divisors.weigh(call)
+            call.times(scale).run()
             return
 
         # which parameters?
@@ -90,7 +89,11 @@ class DDP(Strategy):
         averager.check()
 
         # run the backward, while torch's hooks average the buckets
-        loss = None if root is None else root.detach() if scale == 1.0 else root.detach() * scale
+        root, added = loop.losses.root(call), loop.divisors.weigh(call)
+        loss = None if root is None else root.detach() if added is None else root.detach() + added
+        weighted = call
+        if scale != 1.0:
+            weighted, loss = call.times(scale), None if loss is None else loss * scale
         numbers = loop.same_step.numbers(averager.number, batch.weight)
         loop.same_step.backward(averager.number, site.shown)
         try:
@@ -130,9 +133,11 @@ class DDP(Strategy):
             for averager in self._sites.averagers():
                 averager.has_local = True
 
-    def begins_whole(self) -> None:
-        """Evaluate with rank 0's buffers, if there was a step since they were sent."""
-        if self._synced_steps != self._loop.optimizers.steps and not is_alone():
+    def begins_pass(self, trains: bool) -> None:
+        """Compare the weights now and then, and evaluate with rank 0's buffers, if there was a step since they were sent."""
+        if trains:
+            self._weights.begins_pass()
+        elif self._synced_steps != self._loop.optimizers.steps and not is_alone():
             self._synced_steps = self._loop.optimizers.steps
             self._weights.check()
             self._buffers.begins_whole()
@@ -162,6 +167,10 @@ class DDP(Strategy):
                 f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own. Step "
                 "after backward, without hooks on gradients that step."
             )
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._loop.optimizers.is_of_batch(optimizer):
+            self._weights.after_step(optimizer)
 
     def end(self) -> None:
         self._weights.end()

@@ -104,7 +104,7 @@ class GradientAverager:
         """Run ``call`` while its gradients are averaged, and send ``numbers`` and ``loss`` with them."""
         self._prepare(numbers, loss)
         self._arm()
-        call.with_root(self._root, self._signal).run()
+        call.run_with(self._root, self._signal)
         if not self._has_finished():
             self._send_nothing_for_the_rest(call)
         self.has_local = False
@@ -129,9 +129,9 @@ class GradientAverager:
         if self._numbers is not None:
             if loss is not None:
                 numbers[Entry.LOSS] = whole = loss.item()
-                self._numbers[Entry.LOSS] = whole
-                rounded = float(self._numbers[Entry.LOSS])
-                numbers[Entry.LOSS_LOW] = whole - rounded if math.isfinite(rounded) else 0.0
+                if loss.dtype == torch.float64:
+                    rounded = float(self._numbers.dtype.type(whole))
+                    numbers[Entry.LOSS_LOW] = whole - rounded if math.isfinite(rounded) else 0.0
             self._numbers[:] = numbers
         else:
             facts = self._facts.data[-NUMBERS:]

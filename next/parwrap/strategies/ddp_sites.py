@@ -121,6 +121,8 @@ class Sites:
             return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not optimizers.of_batch(leaf)], ()
         owners = optimizers.owners()
         chosen = {id(owners[id(leaf)]) for leaf in leaves if id(leaf) in owners}
+        if not chosen and reenters(call.tensors):  # all of it is inside a checkpoint, which hides its leaves
+            chosen = set(map(id, optimizers.all()))
         owned = [
             p
             for optimizer in optimizers.all()
@@ -146,9 +148,11 @@ class Sites:
         sums = checksums(parameters).cpu()
         whole = int((sums * torch.arange(1, 2 * len(sums) + 1, 2)).sum()) % 2**62
         largest = torch.tensor([whole, -whole, *facts], dtype=torch.int64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
-        most, least, re_enters, *is_sparse = largest.tolist()
-        if most != -least and take_rank_zeros(group, parameters) > ROUNDING:
+        with group.control_message("the weights at the first backward"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
+            most, least, re_enters, *is_sparse = largest.tolist()
+            differed_by = 0.0 if most == -least else take_rank_zeros(group, parameters)
+        if differed_by > ROUNDING:
             warn(
                 "parwrap: the weights of the ranks differ at the first backward, so rank 0's are used on all. Build the model where all "
                 "ranks draw the same: outside of training passes, after the same draws."
@@ -200,12 +204,11 @@ class Sites:
         bits = torch.tensor([id(p) in arrived for p in outside], dtype=torch.int64)
         with group.control_message("a set of parameters that grows"):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
-        chosen = {id(owners[id(p)]) for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
-        new = [p for p in outside if id(owners[id(p)]) in chosen]
-        if not new:  # on a GPU the other ranks say so a backward later
-            return
-        like = new[0]
-        average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=like.device))
+            chosen = {id(owners[id(p)]) for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
+            new = [p for p in outside if id(owners[id(p)]) in chosen]
+            if not new:  # on a GPU the other ranks say so a backward later
+                return
+            average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device))
         parameters = [*site.averager.parameters, *new]
         site.averager, _ = self._agreed(parameters, call)
         self._drop_unused()
@@ -228,7 +231,7 @@ class Sites:
 
 def _key(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
     """A key for the site where the running call comes from, and a function that returns the code objects in it."""
-    while frame is not None and is_ours(frame):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     innermost, depth = frame, 0
     key: list[int] = []

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from parwrap.checks.same_step import SameStep
-from parwrap.data.loaders import Loaders
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.divisors import Divisors
 from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
@@ -36,7 +36,7 @@ class Loop:
         optimizers: the optimizers of the script.
         modules: the modules of the script.
         losses: the scalars that backwards are called on.
-        loaders: the loaders.
+        divisors: the cross entropies of a global batch.
         same_step: the check of lockstep.
         say: prints a line on rank 0.
     """
@@ -47,7 +47,7 @@ class Loop:
     optimizers: Optimizers
     modules: Modules
     losses: Losses
-    loaders: Loaders
+    divisors: Divisors
     same_step: SameStep
     say: Callable[[str], None]
 
@@ -70,6 +70,9 @@ class Strategy(Interceptor):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
         return nullcontext()
+
+    def begins_pass(self, trains: bool) -> None:
+        """A pass over a loader begins."""
 
     def end(self) -> None:
         """The function has ended on this rank without an error: compare with the others a last time."""

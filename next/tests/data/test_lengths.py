@@ -112,6 +112,34 @@ def test_a_loader_that_is_said_to_be_shared_or_whole_has_that_length():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_share_that_is_kept_may_be_trained_on_later():
+    """``list`` asks for the length of a loader that reads in order after it has made the iterator."""
+    with parwrap.distributed():
+        training = Training()
+        kept = list(parwrap.shard(DataLoader(range(10), batch_size=2)))
+        for _ in range(2):
+            for _ in kept:
+                training.step()
+
+        lengths = parwrap.gather(len(kept))
+
+    assert [3, 3] == lengths
+
+
+@pytest.mark.ranks(2)
+def test_list_asks_for_the_length_of_the_pass_that_it_begins():
+    with parwrap.distributed():
+        Training()
+        with pytest.warns(
+            UserWarning, match="no backward followed.*If you keep the batches to train on them later, write parwrap.shard"
+        ) as said:
+            kept = list(DataLoader(range(10), batch_size=2))
+
+    assert (3, 1) == (len(kept), len(said))
+
+
+@pytest.mark.ranks(2)
 def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_passes_is_named():
     with parwrap.distributed():
         training, loader = Training(), DataLoader(range(10), batch_size=2)

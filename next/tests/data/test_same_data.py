@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import parwrap
-from parwrap.checks.same_data import data_digits, different_data
+from parwrap.checks.same_data import data_digits, different_data, held_by
 from parwrap.errors import RankMismatchError
 from parwrap.places import Place
 from training import Training
@@ -20,7 +20,7 @@ PARTS = ("shape", "order", "numbers", "texts")
 
 def differing(one, other, seeds=(0, 0), epochs=(0, 0)):
     """Which parts of the digits of two loaders differ."""
-    digits = [data_digits(loader, seed, epoch) for loader, seed, epoch in zip((one, other), seeds, epochs, strict=True)]
+    digits = [data_digits(loader, held_by(loader), seed, epoch) for loader, seed, epoch in zip((one, other), seeds, epochs, strict=True)]
     return {name for index, name in enumerate(PARTS) if digits[0][2 * index : 2 * index + 2] != digits[1][2 * index : 2 * index + 2]}
 
 
@@ -94,8 +94,11 @@ def test_seed_and_epoch_are_compared():
 
 
 def test_digits_fit_in_half_a_float16():
-    assert all(0 <= digit < 251 for digit in data_digits(DataLoader(torch.arange(9)), 3, 2))
-    assert 8 == len(data_digits(DataLoader(torch.arange(9)), 3, 2))
+    loader = DataLoader(torch.arange(9))
+    digits = data_digits(loader, held_by(loader), 3, 2)
+
+    assert 8 == len(digits)
+    assert all(0 <= digit < 251 for digit in digits)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,18 @@ def test_a_rank_that_raises_is_named_with_the_place_where_the_other_waits(tmp_pa
     assert ["finally-0", "finally-1"] == finals(tmp_path)
 
 
+def test_a_rank_that_dies_while_its_data_is_sent_is_named_with_the_place_where_the_other_waits(tmp_path, parwrap_run, script):
+    """Both ranks have met in the collective before rank 1 is killed by what it pickles."""
+    dies = "import os, signal; Dies = type('Dies', (), {'__reduce__': lambda self: os.kill(os.getpid(), signal.SIGKILL)})"
+    path = train(script, f"{dies}; parwrap.gather(Dies())\n            elif step == 3: parwrap.gather(0)")
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", path)
+
+    assert 137 == status
+    assert f"rank 0 of 2 failed later at train.py:{STEP}: LockstepError: the ranks have come apart, because the connection" in stderr
+    assert "rank 1 of 2 was killed by SIGKILL" in stderr
+    assert ["finally-0"] == finals(tmp_path)
+
+
 def test_a_rank_that_is_late_is_waited_for(tmp_path, parwrap_run, script):
     """It sleeps twice as long as a rank that has ended waits for one that is blocked."""
     status, stdout, stderr = parwrap_run("--nproc-per-node", "2", train(script, "time.sleep(4)", epochs=1))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
@@ -103,3 +104,107 @@ def test_batches_of_each_rank_are_averaged_as_by_ddp():
 
         assert 1 == len({tuple(each) for each in parwrap.gather(weights)})
         assert functional.cross_entropy.__module__ == "torch.nn.functional"
+
+
+def steps_of(loss_of, dataset):
+    """The weights and the last loss after a pass whose losses are ``loss_of(model, x, y)``."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, CLASSES).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in DataLoader(dataset, batch_size=8):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        if loss is not None:
+            loss.backward()
+            optimizer.step()
+    return [*torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), 0.0 if loss is None else loss.item()]
+
+
+def weighted_loss(model, x, y):
+    return functional.cross_entropy(model(x), y, WEIGHT)
+
+
+def saved_elsewhere(model, x, y):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        return weighted_loss(model, x, y)
+
+
+def of_some_batches(model, x, y):
+    """The second loss is computed and never differentiated."""
+    model.batches = getattr(model, "batches", 0) + 1
+    loss = weighted_loss(model, x, y)
+    return None if model.batches == 2 else loss
+
+
+def penalized(model, x, y):
+    """Gradients of inner losses are this rank's, so ranks may take different numbers of them."""
+    loss = weighted_loss(model, x, y)
+    for _ in range(1 + parwrap.rank()):
+        torch.autograd.grad(weighted_loss(model, x, y), model.bias)
+    return loss
+
+
+LOSSES = {"saved elsewhere": saved_elsewhere, "of some batches": of_some_batches, "with inner gradients": penalized}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_losses_count_where_a_backward_reaches_them(name):
+    expected = steps_of(LOSSES[name], samples())
+    with parwrap.distributed(batch="global"):
+        actual = steps_of(LOSSES[name], samples())
+
+    assert expected == pytest.approx(actual, abs=1e-6)
+
+
+@pytest.mark.ranks(2, fresh=True)  # checkpoints note the kind of device for good
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_losses_inside_of_checkpoints_count_alike(reentrant):
+    def loss(model, x, y):
+        return checkpoint(lambda x: 2 * weighted_loss(model, x, y), x.requires_grad_(), use_reentrant=reentrant)
+
+    expected = steps_of(loss, samples())
+    with parwrap.distributed(batch="global"):
+        actual = steps_of(loss, samples())
+
+    compared = slice(-1 if reentrant else None)  # a re-entrant checkpoint computes the value without a graph: the mean of the ranks' means
+    assert expected[compared] == pytest.approx(actual[compared], abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_meta_learner_adapts_to_the_tasks_of_each_rank():
+    """Second-order MAML: the loss of a task's support set is the inner problem's; the query's is a mean over all tasks."""
+
+    def loss(model, x, y):
+        inner = functional.cross_entropy(model(x), y % 2, WEIGHT)
+        slope, bias = torch.autograd.grad(inner, (model.weight, model.bias), create_graph=True)
+        return functional.linear(x, model.weight - 0.1 * slope, model.bias - 0.1 * bias).square().mean()
+
+    with parwrap.distributed(batch="global"):
+        actual = steps_of(loss, samples(16))
+    torch.manual_seed(0)
+    model = nn.Linear(4, CLASSES).double()
+    for x, y in DataLoader(samples(16), batch_size=8):
+        model.zero_grad()
+        for part in (slice(4), slice(4, 8)):
+            (0.5 * loss(model, x[part], y[part])).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.5 * p.grad
+
+    assert torch.cat([p.detach().flatten() for p in model.parameters()]).tolist() == pytest.approx(actual[:-1], abs=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_with_fewer_losses_is_an_error():
+    """One mean a class that a part of the batch has: the parts have different classes."""
+
+    def loss(model, x, y):
+        return sum(functional.cross_entropy(model(x[y == k]), y[y == k]) for k in range(2 - parwrap.rank()))
+
+    with (
+        pytest.raises(parwrap.RankMismatchError, match=r"has \d cross entropies on this rank and 1\.5 on average.*reduction=\"sum\""),
+        parwrap.distributed(batch="global"),
+    ):
+        steps_of(loss, samples())

@@ -92,6 +92,7 @@ def test_a_rate_that_a_step_sets_is_kept_and_that_is_said_once():
 
 
 def test_a_rate_that_is_set_for_torchs_step_is_larger_in_it():
+    SGD([nn.Parameter(torch.zeros(()))])  # torch calls the hooks of a class after its first optimizer was built
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         actual, seen = weight(lambda p: HandsOn(p, lr=0.1), steps=5, times=4.0)

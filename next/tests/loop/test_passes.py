@@ -22,8 +22,8 @@ def streams():
     streams.close()
 
 
-def opened(passes, *, trains=True, weights=None):
-    new = Pass(trains, trains, HERE, weights=None if weights is None else deque(weights))
+def opened(passes, *, trains=True, weights=None, data=()):
+    new = Pass(trains, trains, HERE, data=data, weights=None if weights is None else deque(weights))
     passes.begin(new)
     return new
 
@@ -131,21 +131,20 @@ def test_a_dropped_pass_that_repeats_stays_a_training_pass_until_another_begins(
 
 def test_the_digits_of_all_training_passes_travel_once(streams):
     passes = Passes(streams)
-    outer, inner = opened(passes), opened(passes)
-    outer.data, inner.data = (250, 1), (3, 2)
+    outer, inner = opened(passes, data=(250, 1)), opened(passes, data=(3, 2))
     opened(passes, trains=False)
 
     assert (2, 3) == passes.data_to_send()
     passes.data_sent()
     assert ((), (), ()) == (passes.data_to_send(), outer.data, inner.data)
-    opened(passes).data = (7, 8)
+    opened(passes, data=(7, 8))
     assert (7, 8) == passes.data_to_send()
 
 
 def test_a_dropped_pass_that_repeats_sends_its_digits_too(streams):
     passes = Passes(streams)
-    training = opened(passes)
-    training.repeats, training.data = True, (7, 8)
+    training = opened(passes, data=(7, 8))
+    training.repeats = True
     drawn(passes, training, 2)
     passes.end(training)
 
