@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parwrap.data.loaders import replicate, shard
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
+    from parwrap.decorators.evaluate import evaluate
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
     from parwrap.decorators.sync_bn import sync_bn
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
@@ -21,6 +22,7 @@ __version__ = "0.2.0.dev0"
 _HOMES = {
     "parwrap.data.loaders": ("replicate", "shard"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
+    "parwrap.decorators.evaluate": ("evaluate",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
@@ -41,6 +43,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "distributed",
+    "evaluate",
     "every_rank_writes",
     "gather",
     "is_rank_zero",

@@ -82,7 +82,7 @@ class SyncBN(Interceptor):
             return True
         passes = self._passes()
         innermost = None if passes is None else passes.innermost
-        return innermost is not None and not innermost.shared
+        return innermost is not None and not (innermost.trains and innermost.shared)
 
     def _layer(self, statistics: Statistics, call: Norm) -> Exchange:
         """The exchange of the layer of ``call``; a batch of which this rank has no part does not count."""
