@@ -44,7 +44,7 @@ class Blocks:
         self.within, self._chosen = within, chosen
 
     def __iter__(self) -> Iterator:
-        return iter(self._chosen(list(islice(self.within, MOST + 1))))
+        yield from self._chosen(list(islice(self.within, MOST + 1)))  # at the first next, as torch's samplers draw
 
 
 class Counted(NamedTuple):
@@ -132,7 +132,7 @@ class Evaluation(Interceptor):
     Args:
         rank: this rank.
         size: the number of ranks.
-        begins: called when a pass begins, on all ranks.
+        begins: called with the loader when a pass begins, on all ranks.
         divides: whether each rank reads a part; otherwise it reads everything.
 
     Attributes:
@@ -142,7 +142,7 @@ class Evaluation(Interceptor):
         asleep: whether another one runs inside it now.
     """
 
-    def __init__(self, rank: int, size: int, begins: Callable[[], None], divides: bool = True) -> None:
+    def __init__(self, rank: int, size: int, begins: Callable[[DataLoader], None], divides: bool = True) -> None:
         self._rank, self._size, self._begins, self._divides = rank, size, begins, divides
         self.readers = size
         self.readings: list[Reading] = []
@@ -163,7 +163,7 @@ class Evaluation(Interceptor):
                 "already covers all ranks: decorate only one of them."
             )
         _refuse_unreadable(loader)
-        self._begins()
+        self._begins(loader)
         reading = Reading(str(script_place()))
         self.readings.append(reading)
         if not self._divides:

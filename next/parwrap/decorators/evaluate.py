@@ -274,11 +274,16 @@ def _differ(call: _JointCall, all_ranks: list[Any]) -> RankMismatchError:
     )
 
 
-def _whole(call: _JointCall) -> tuple[Any, Exception | None, Evaluation]:
-    """The result of all the data, on every rank, or what it raised."""
+def _whole(call: _JointCall, reads: Callable[[DataLoader], None] = lambda loader: None) -> tuple[Any, Exception | None, Evaluation]:
+    """The result of all the data, on every rank, or what it raised; ``reads`` is called with each loader before it is read."""
     world = call.group.world
     with evaluating(divides=False) as begins:
-        evaluation = Evaluation(world.rank, world.size, begins, divides=False)
+
+        def begins_pass(loader: DataLoader) -> None:
+            begins()
+            reads(loader)
+
+        evaluation = Evaluation(world.rank, world.size, begins_pass, divides=False)
         return *_attempt(call, evaluation), evaluation
 
 
@@ -303,7 +308,7 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
     with evaluating(divides=True) as begins:
         if states is not None:
             set_states(states)
-        evaluation = Evaluation(world.rank, world.size, begins)
+        evaluation = Evaluation(world.rank, world.size, lambda loader: begins())
         result, error = _attempt(call, evaluation)
         mine = result, evaluation.readings, evaluation.readers, get_states() if world.rank == 0 else None
         gathered = call.together(mine, error)
@@ -335,9 +340,9 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
     """Evaluate all the data, then the parts, and compare; the first has the side effects and the output of a single process."""
     with evaluating(divides=False):
         states = get_states()
-    effects, generators = _Effects(call), _Generators()
-    with effects.noted(), generators.noted():
-        whole, error, evaluation = _whole(call)
+    effects, samplers = _Effects(call), _Samplers()
+    with effects.noted():
+        whole, error, evaluation = _whole(call, samplers.note)
     with evaluating(divides=False):
         after = get_states()
     found = call.together(effects.found(whole), error)
@@ -346,7 +351,7 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
         warn(NOTHING_READ.format(call.name))
         return whole
     if hindrance is None:
-        generators.rewind()
+        samplers.rewind()
         try:
             with effects.silenced():
                 shared, parts = _divided(call, states)
@@ -464,27 +469,21 @@ class _Tee(io.TextIOBase):
         return getattr(self._stream, name)
 
 
-class _Generators:
-    """The samplers of the loaders that a call reads, to draw the same again."""
+class _Samplers:
+    """The states of the samplers that a call has read, to draw the same again."""
 
     def __init__(self) -> None:
         self._states: dict[int, tuple[Any, Any]] = {}
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        def iterate(wrapped: Callable, loader: DataLoader, args: tuple, kwargs: dict) -> Any:
-            self._note(loader)
-            return wrapped(*args, **kwargs)
-
-        with installed([Patch(DataLoader, "__iter__", iterate)]):
-            yield
-
-    def _note(self, loader: DataLoader) -> None:
+    def note(self, loader: DataLoader) -> None:
+        """Note the states of those of ``loader``, which is about to be read."""
         samplers = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-        for each in [loader.generator, *samplers, *(value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())]:
+        held = (value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())
+        for each in (loader.generator, *held):
             if isinstance(each, torch.Generator):
                 self._states.setdefault(id(each), (each, each.get_state()))
-            elif each in samplers and hasattr(each, "__dict__"):
+        for each in samplers:
+            if hasattr(each, "__dict__"):
                 self._states.setdefault(id(each), (each, dict(vars(each))))
 
     def rewind(self) -> None:

@@ -229,7 +229,7 @@ def test_what_a_function_leaves_behind_is_that_of_the_whole_and_there_once(tmp_p
             third = parwrap.evaluate(reduce="mean")(Trainer.keeps_the_best)(trainer)
         close(expected, [first, second, third])
         close((plain.history, plain.best), (trainer.history, trainer.best))
-        with pytest.warns(UserWarning, match="returns nothing"):
+        with pytest.warns(UserWarning, match="it changes metric.right"):
             parwrap.evaluate(reduce="mean")(updates_a_metric)(model(), samples(23))
         assert (23, by_own_counter(model(), samples(23))["accuracy"]) == (metric.count, 100 * metric.right.item() / 23)
         shared = parwrap.evaluate(reduce="mean")(writes)

@@ -2,17 +2,17 @@
 
 import io
 import runpy
-import warnings
 from contextlib import nullcontext, redirect_stdout
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader
 
 import parwrap
 from evaluations import by_own_counter, close, model, samples
+from parwrap.decorators.distributed import script_scope
 from parwrap.ranks.group import alone
 
 pytestmark = pytest.mark.usefixtures("nothing_is_warned_of")
@@ -56,29 +56,6 @@ def test_in_the_midst_of_training_in_train_mode_with_gradients_and_noise(batch):
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_has_left_an_epoch_sooner_evaluates_the_same_weights():
-    @parwrap.distributed
-    def train():
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        evaluate(net, held_out)  # from here on nothing has to be agreed on
-        for step, (x, y) in enumerate(samples(16)):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            if step == parwrap.rank() - 1:
-                break
-        return evaluate(net, held_out), net
-
-    evaluate, held_out = parwrap.evaluate(reduce="mean")(by_own_counter), samples(9)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*ran fewer batches")
-        result, net = train()
-
-    close(by_own_counter(net, samples(9)), result)
-
-
-@pytest.mark.ranks(2)
 def test_methods_in_any_order_of_decorators_with_the_others():
     class Trainer:
         def __init__(self):
@@ -99,9 +76,6 @@ def test_methods_in_any_order_of_decorators_with_the_others():
             method = decorator(method)
 
         close(expected, method(Trainer()))
-
-    amp = parwrap.distributed(parwrap.evaluate(parwrap.amp(dtype="bf16")(Trainer.evaluate)))(Trainer())
-    assert amp["accuracy"] == parwrap.amp(dtype="bf16")(Trainer.evaluate)(Trainer())["accuracy"]
 
 
 @pytest.mark.ranks(2)
@@ -142,14 +116,13 @@ def test_in_one_process_it_changes_nothing(scope):
 
 @pytest.mark.ranks(2)
 def test_everything_is_put_back():
-    kinds = DataLoader, TensorDataset, SequentialSampler, BatchSampler, torch.autograd
-    before = [dict(vars(kind)) for kind in kinds]
+    before = {kind: dict(vars(kind)) for kind in (DataLoader, torch.autograd)}
 
     @parwrap.distributed
-    @parwrap.evaluate(check=False)
+    @parwrap.evaluate(reduce="mean")
     def evaluate(loader, fails):
-        assert "dataset" in vars(DataLoader)
-        assert len(loader.dataset) < 9
+        assert 9 == len(loader.dataset)
+        assert 3 == len(loader)
         if fails:
             raise KeyError("on purpose")
         return by_own_counter(model(), loader)
@@ -157,9 +130,8 @@ def test_everything_is_put_back():
     for expected in (nullcontext(), pytest.raises(KeyError, match="on purpose")):
         with expected:
             evaluate(samples(9), fails=not isinstance(expected, nullcontext))
-        for kind, names in zip(kinds, before, strict=True):
+        for kind, names in before.items():
             assert [] == [name for name, value in vars(kind).items() if names.get(name) is not value]
-            assert names.keys() == vars(kind).keys()
 
 
 SCRIPT = """
@@ -173,7 +145,7 @@ data = TensorDataset(x, (x.sum(1) > 0).long())
 model = nn.Linear(4, 2, dtype=torch.float64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
-@parwrap.evaluate(reduce="mean")
+@parwrap.evaluate(reduce="sum")
 def evaluate(model, loader):
     model.eval()
     correct = loss = 0
@@ -203,7 +175,7 @@ def test_a_script_prints_on_two_ranks_what_it_does_alone(tmp_path):
             runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
         return text.getvalue()
 
-    expected, actual = printed(alone()), printed(parwrap.distributed.script_scope(batch="global"))
+    expected, actual = printed(alone()), printed(script_scope(batch="global"))
 
     if parwrap.is_rank_zero():
         assert expected == actual
