@@ -56,6 +56,9 @@ class Statistics:
     Args:
         process_group: torch's group of these ranks.
         control_message: the context of a message outside of a backward, which checks lockstep on the node before anything is sent.
+
+    Attributes:
+        nameless: the exchange of what is no layer, or of a layer without weights and running statistics.
     """
 
     def __init__(self, process_group: Any, control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -64,14 +67,14 @@ class Statistics:
         self._messages = 0
         self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._seen = 0
-        self._nameless = _Layer(self, 0)
+        self.nameless = _Layer(self, 0)
         self._unchecked: list[tuple[torch.Tensor, list[int]]] = []
 
     def layer(self, call: Norm) -> _Layer:
         """The exchange of the layer of ``call``. Layers are numbered at their first use."""
         tensor = call.weight if call.running_mean is None else call.running_mean
         if tensor is None:
-            return self._nameless
+            return self.nameless
         if tensor not in self._layers:
             self._seen += 1
             self._layers[tensor] = _Layer(self, self._seen)
