@@ -168,7 +168,11 @@ class Evaluation(Interceptor):
         self.readings.append(reading)
         if not self._divides:
             return _counting(original(loader), reading)
-        return self._in_turn(loader, original, reading) if isinstance(loader.dataset, IterableDataset) else self._block(loader, original, reading)
+        return (
+            self._in_turn(loader, original, reading)
+            if isinstance(loader.dataset, IterableDataset)
+            else self._block(loader, original, reading)
+        )
 
     def _block(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
         batched = loader.batch_sampler is not None

@@ -470,6 +470,8 @@ class Loaders(Interceptor):
             whole = len(resampled(loader, DistributedSampler(sampler.dataset, ranks, 0, drop_last=sampler.drop_last)))
             if divided:
                 return whole
+        if not together and (arranged := getattr(loader.batch_sampler, "for_ranks", None)):
+            whole = len(arranged(self._size))
         return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
     def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:

@@ -14,7 +14,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -123,7 +123,9 @@ def _check(reduce: Any) -> None:
     meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
     choices = f"Choose one of: {meanings}; or pass a function that takes a list with the result of each rank."
     if reduce is None:
-        raise UsageError(f"@parwrap.evaluate does not say how the ranks' results are merged: write @parwrap.evaluate(reduce=...). {choices}")
+        raise UsageError(
+            f"@parwrap.evaluate does not say how the ranks' results are merged: write @parwrap.evaluate(reduce=...). {choices}"
+        )
     for way in _ways(reduce):
         if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
             raise UsageError(f"reduce={way!r} is not a way to merge results. {choices}")
@@ -255,7 +257,13 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
     lengths = call.lengths()
     asks = trust.asks(lengths)
     facts = trust.whole, asks, lengths
-    agree(call.group, f"parwrap.evaluate of {call.name}", crc32(repr(facts).encode()), lambda: facts, lambda all_ranks: _differ(call, all_ranks))
+    agree(
+        call.group,
+        f"parwrap.evaluate of {call.name}",
+        crc32(repr(facts).encode()),
+        lambda: facts,
+        lambda all_ranks: _differ(call, all_ranks),
+    )
     if trust.whole:
         result, error, _ = _whole(call)
         if error is not None:
@@ -373,7 +381,9 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
     trust.whole = True
     with evaluating(divides=False):
         set_states(after)
-    warn(f"parwrap: {call.name} cannot be split across ranks: {hindrance} Every rank evaluates everything, in this and later calls. {REMEDY}")
+    warn(
+        f"parwrap: {call.name} cannot be split across ranks: {hindrance} Every rank evaluates everything, in this and later calls. {REMEDY}"
+    )
     return whole
 
 
@@ -422,7 +432,7 @@ class _Effects:
             return wrapped(*args, **kwargs)
 
         patches = [Patch(builtins, "open", opens), Patch(torch, "save", saves)]
-        with installed(patches, module_of(self._call.function)), redirect_stdout(_Tee(sys.stdout, self._printed)):  # type: ignore[type-var]
+        with installed(patches, module_of(self._call.function)), redirect_stdout(_Tee(sys.stdout, self._printed)):
             yield
 
     def _wrote(self, file: Any) -> None:
@@ -521,7 +531,7 @@ def _state(call: _JointCall) -> dict[str, Any]:
 
 
 def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, PASSED_OVER) or inspect.ismodule(value) or callable(value) and not hasattr(value, "__dict__"):
+    if isinstance(value, PASSED_OVER) or inspect.ismodule(value) or (callable(value) and not hasattr(value, "__dict__")):
         return
     if isinstance(value, dict):
         yield from ((f"{place}[{key!r}]", each) for key, each in list(value.items())[:LARGEST])

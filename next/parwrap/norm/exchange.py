@@ -19,7 +19,7 @@ from parwrap.errors import LockstepError
 from parwrap.intercept.torch_calls import Norm
 from parwrap.places import script_place
 from parwrap.ranks.device import uses_nccl
-from parwrap.ranks.group import Group, current
+from parwrap.ranks.group import current
 from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 __all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parwrap

@@ -43,7 +43,13 @@ def test_what_cannot_be_exact_says_so():
             UsageError,
             r"rank 0 read 1 batches, and it is unknown which ones a single process would have",
         ),
-        ("mean", trains, DataLoader(ten), UsageError, r"test_evaluate_errors.py:\d+ calls backward inside a function decorated with @parwrap.evaluate"),
+        (
+            "mean",
+            trains,
+            DataLoader(ten),
+            UsageError,
+            r"test_evaluate_errors.py:\d+ calls backward inside a function decorated with @parwrap.evaluate",
+        ),
         ("sum", drawn_by_rank, unseeded, RankMismatchError, "the ranks drew different samples to evaluate .*: seed the generator"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=DistributedSampler(ten, 2, 0)), UsageError, "has its own DistributedSampler"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=RandomSampler(ten, True, 10**10)), UsageError, "has more than 10000000 batches"),
@@ -100,7 +106,10 @@ def test_a_failure_of_one_rank_ends_the_others_too():
             "reduce='max' is not a way to merge results. Choose one of: 'mean': weighted by the samples that each rank has read; 'sum': ",
         ),
         (lambda: parwrap.evaluate(reduce={"loss": "avg"}), "reduce='avg' is not a way to merge results."),
-        (lambda: parwrap.evaluate(by_own_counter), "@parwrap.evaluate does not say how the ranks' results are merged: write @parwrap.evaluate("),
+        (
+            lambda: parwrap.evaluate(by_own_counter),
+            "@parwrap.evaluate does not say how the ranks' results are merged: write @parwrap.evaluate(",
+        ),
         (lambda: parwrap.evaluate(reduction="sum"), "parwrap.evaluate has no option 'reduction'; did you mean 'reduce'?"),
         (
             lambda: parwrap.evaluate(reduce="sum").__enter__(),

@@ -127,11 +127,10 @@ def joined():
 @pytest.mark.ranks(2)
 def test_uneven_parts_that_join_count_by_their_samples():
     together = parwrap.distributed(uneven="join")(parwrap.sync_bn(joined))()
-    with alone():
-        with pytest.MonkeyPatch.context() as patched:  # the batch of both ranks
-            init = DataLoader.__init__
-            patched.setattr(DataLoader, "__init__", lambda self, data, batch_size: init(self, data, batch_size=8))
-            expected = joined()
+    with alone(), pytest.MonkeyPatch.context() as patched:  # the batch of both ranks
+        init = DataLoader.__init__
+        patched.setattr(DataLoader, "__init__", lambda self, data, batch_size: init(self, data, batch_size=8))
+        expected = joined()
 
     assert_same(expected, together, 1e-10)
 
