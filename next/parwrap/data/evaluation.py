@@ -223,6 +223,10 @@ class Evaluation(Interceptor):
             "batches: train outside of it, or remove the decorator. For the gradient of an input, use torch.autograd.grad."
         )
 
+    def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
+        """Ranks sum up their states of metrics of torchmetrics, so a rank that stands in updates none."""
+        return None if self.stands_in and not self.asleep else update()
+
     def _begin(self, batches: int) -> int:
         """The number of ranks that have a part of a pass of at least ``batches``."""
         readers = min(self.readers, batches) or self.readers

@@ -1,4 +1,4 @@
-"""Batches of sequences: ``pad_collate`` pads samples of different lengths to the longest of a batch, ``trimmed`` cuts batches that are padded.
+"""Batches of sequences: ``pad_collate`` pads samples to the longest of a batch, ``trimmed`` cuts batches that are padded too far.
 
 Trimming helps if a dataset or the script's own ``collate_fn`` pads all samples to the same maximum length. Only columns that are padding in
 every tensor are cut off. ``lengths.py`` decides which samples form a batch.

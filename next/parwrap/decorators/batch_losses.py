@@ -1,4 +1,4 @@
-"""Losses over the batches of all ranks: ``gather_with_grad`` compares the samples of all, ``mean_over_ranks`` divides by the count of all."""
+"""Losses over the batches of all ranks: ``gather_with_grad`` gathers what they compare, ``mean_over_ranks`` divides by the count of all."""
 
 from __future__ import annotations
 

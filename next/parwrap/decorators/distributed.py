@@ -20,6 +20,7 @@ from parwrap.checks.same_step import SameStep
 from parwrap.checks.same_work import SameWork
 from parwrap.checks.watchdog import watched
 from parwrap.data.loaders import Loaders
+from parwrap.data.metrics import Metrics
 from parwrap.decorators.inventory import reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, explain
@@ -310,7 +311,7 @@ class _Scope(Interceptor):
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        shared = [loaders] if options.strategy != "none" else []
+        shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
         return [_Seeds(streams), optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     @contextmanager

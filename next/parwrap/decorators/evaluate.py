@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -317,7 +318,9 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
         if states is not None:
             set_states(states)
         evaluation = Evaluation(world.rank, world.size, lambda loader: begins())
-        result, error = _attempt(call, evaluation)
+        with warnings.catch_warnings():  # a metric of a rank that stands in has no data
+            warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric .* was called before the ``update``")
+            result, error = _attempt(call, evaluation)
         mine = result, evaluation.readings, evaluation.readers, get_states() if world.rank == 0 else None
         gathered = call.together(mine, error)
         set_states(gathered[0][3])  # what ranks draw in an evaluation differs between them

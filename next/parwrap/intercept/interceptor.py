@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,17 @@ class Interceptor:
 
     def metric(self, metric: Any) -> Any:
         """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the scheduler uses."""
+
+    # metrics
+
+    def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
+        """A metric of torchmetrics is about to be updated: call ``update`` and return its result."""
+
+    def share_states(self, members: Sequence[Any]) -> None:
+        """``members`` of a collection of metrics are about to compute: the first was updated for all of them."""
+
+    def syncs_metric(self, metric: Any) -> bool:
+        """A metric is about to compute. Returns whether its states are summed over the ranks."""
 
     # random numbers
 

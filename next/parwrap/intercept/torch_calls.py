@@ -5,6 +5,7 @@ Where torch has a hook, the hook is used. Nothing is patched on import; ``interc
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import random
@@ -340,6 +341,44 @@ def _metric(interceptor: Interceptor) -> Patches:
     return [Patch(ReduceLROnPlateau, "step", step)]
 
 
+# metrics
+
+
+def _update_metric(interceptor: Interceptor) -> Patches:
+    """A metric, and each clone of it, has its ``update`` as an attribute, so the method that makes it is patched, as of torchmetrics 1.9."""
+
+    def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
+        update = wrapped(*args, **kwargs)
+
+        @functools.wraps(update)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            return interceptor.update_metric(metric, lambda: update(*args, **kwargs))
+
+        return noted
+
+    return [when_imported("torchmetrics.metric", lambda module: [Patch(module.Metric, "_wrap_update", make_update)])]
+
+
+def _share_states(interceptor: Interceptor) -> Patches:
+    def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
+        members = dict(collection.items(keep_base=True, copy_state=False))
+        for names in collection.compute_groups.values():
+            interceptor.share_states([members[name] for name in names])
+        return wrapped(*args, **kwargs)
+
+    return [when_imported("torchmetrics.collections", lambda module: [Patch(module.MetricCollection, "compute", compute)])]
+
+
+def _syncs_metric(interceptor: Interceptor) -> Patches:
+    def sync(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> None:
+        if interceptor.syncs_metric(metric):
+            wrapped(*args, **kwargs)
+        else:
+            wrapped(*args[:3], **{**kwargs, "distributed_available": lambda: False})
+
+    return [when_imported("torchmetrics.metric", lambda module: [Patch(module.Metric, "sync", sync)])]
+
+
 # random numbers
 
 
@@ -413,6 +452,9 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "step": _step,
     "stepped": _stepped,
     "metric": _metric,
+    "update_metric": _update_metric,
+    "share_states": _share_states,
+    "syncs_metric": _syncs_metric,
     "seeded": _seeded,
     "fresh_seed": _fresh_seed,
     "hides_group": _hides_group,
