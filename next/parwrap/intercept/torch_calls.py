@@ -345,7 +345,7 @@ def _metric(interceptor: Interceptor) -> Patches:
 
 
 def _update_metric(interceptor: Interceptor) -> Patches:
-    """A metric, and each clone of it, has its ``update`` as an attribute, so the method that makes it is patched, as of torchmetrics 1.9."""
+    """A metric and each clone of it have ``update`` as an attribute, so the method that makes it is patched, as of torchmetrics 1.9."""
 
     def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
         update = wrapped(*args, **kwargs)
