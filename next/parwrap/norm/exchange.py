@@ -178,9 +178,12 @@ def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics
     group = current()
     if group is None:
         return Statistics(process_group or _group_of(ranks))
+    of_all = len(ranks) == group.world.size
     if process_group is None:
-        on_all_cpus = group.backend != "nccl" and len(ranks) == group.world.size
-        process_group = group.control if on_all_cpus else _group_of(ranks, timeout=group.timeout, backend=group.backend)
+        on_cpu = group.backend != "nccl"
+        process_group = group.control if of_all and on_cpu else _group_of(ranks, timeout=group.timeout, backend=group.backend)
+    if not of_all:  # the others send nothing, so positions would differ
+        return Statistics(process_group)
     return Statistics(process_group, lambda kind: group.control_message(kind))  # of the scope that is open when it is sent
 
 
