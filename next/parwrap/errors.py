@@ -10,6 +10,9 @@
     └── RankZeroError       rank 0 failed at what the other ranks were waiting for
 """
 
+from __future__ import annotations
+
+import re
 import sys
 
 __all__ = [
@@ -49,13 +52,27 @@ class RankZeroError(ParwrapError):
     """Rank 0 failed while the other ranks were waiting for its result."""
 
 
-def explain(error: BaseException) -> None:
-    """Add advice to a CUDA error on one of several ranks, on Python 3.11 and later."""
-    said = any("invalid device ordinal" in text for text in error.args if isinstance(text, str))
-    if said and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
+OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
+
+
+def explain(error: BaseException, part: int | None = None) -> None:
+    """Add advice to an error on one of several ranks, on Python 3.11 and later: on device numbers, and on fixed batch sizes.
+
+    Args:
+        error: the error.
+        part: the number of samples in this rank's part of a batch, if batches are divided.
+    """
+    if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
+        return
+    if any("invalid device ordinal" in text for text in error.args if isinstance(text, str)):
         error.add_note(
             "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "
             "'cuda:0'. To distinguish the ranks of a node, use parwrap.local_rank()."
+        )
+    elif part is not None and isinstance(error, (RuntimeError, ValueError, IndexError)) and OF_SHAPES.search(in_one_line(error)):
+        error.add_note(
+            f'parwrap: with batch="global" this rank has a part of each batch, {counted(part, "sample")} of the last one. If a batch size '
+            'is fixed in the code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'
         )
 
 

@@ -35,9 +35,28 @@ CHOICES: dict[str, dict[Any, str]] = {
     },
     "strategy": {
         "ddp": "gradients are averaged in every backward pass",
+        "zero1": "like ddp, but each rank holds the optimizer state of only a part of the parameters",
+        "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "none": "nothing is averaged, and every rank trains a separate model on all of the data",
     },
+    "compress": {
+        None: "gradients are sent in full precision",
+        "bf16": "they are sent in bfloat16",
+        "fp16": "they are sent in float16",
+        "powersgd": "each gradient matrix is approximated by the product of two small ones, which are sent",
+    },
+    "outer": {
+        None: "weights are averaged, without an outer optimizer",
+        "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
+    },
 }
+
+AVERAGING = ("ddp", "zero1", "local_sgd")
+OF_STRATEGIES = {
+    **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
+    **dict.fromkeys(("every", "warmup", "outer", "outer_lr", "outer_momentum"), ("local_sgd",)),
+}
+"""The options that only some strategies have, each with these."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,13 @@ class Options:
     strategy: str = "ddp"
     bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
+    compress: str | None = None
+    powersgd_rank: int = 4
+    every: int = 8
+    warmup: int = 0
+    outer: str | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     timeout: float | timedelta | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +104,50 @@ class Options:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a positive number of megabytes.")
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds.")
+        for name, strategies in OF_STRATEGIES.items():
+            if self._given(name) and self.strategy not in strategies:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} has no effect with strategy={self.strategy!r}: remove it, or choose a strategy that "
+                    f"has this option: {', '.join(map(repr, strategies))}."
+                )
+        self._check_compression()
+        self._check_local_sgd()
+
+    def _given(self, name: str) -> bool:
+        return getattr(self, name) != getattr(Options, name)
+
+    def _check_compression(self) -> None:
+        if not _whole(self.powersgd_rank, 1):
+            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
+        if self.powersgd_rank == 2:
+            raise UsageError(
+                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Use 1, or 3 "
+                "and above."
+            )
+        if self.compress != "powersgd" and self._given("powersgd_rank"):
+            raise UsageError(
+                f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or use "
+                "compress='powersgd'."
+            )
+
+    def _check_local_sgd(self) -> None:
+        if not _whole(self.every, 1):
+            raise UsageError(f"every={self.every!r} is not a positive integer.")
+        if not _whole(self.warmup, 0):
+            raise UsageError(f"warmup={self.warmup!r} is not a non-negative integer.")
+        if not self.outer_lr > 0:
+            raise UsageError(f"outer_lr={self.outer_lr!r} is not a positive learning rate.")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"outer_momentum={self.outer_momentum!r} is not in the range [0, 1).")
+        for name in ("outer_lr", "outer_momentum"):
+            if self._given(name) and self.outer is None:
+                raise UsageError(f"{name}={getattr(self, name)!r} is an option of the outer optimizer: add outer='nesterov', or remove it.")
+        for name, strategies in OF_STRATEGIES.items():
+            if self.strategy == "local_sgd" and not self.warmup and strategies is AVERAGING and self._given(name):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} applies only to averaged gradients, which strategy='local_sgd' has only during its "
+                    "warm-up: remove it, or set warmup= to a number of steps."
+                )
 
     @property
     def patience(self) -> timedelta | None:
@@ -91,3 +161,7 @@ class Options:
         2.0
         """
         return {"keep": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[self.lr]
+
+
+def _whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

@@ -63,7 +63,7 @@ class _Exchanged(NamedTuple):
 
     Attributes:
         sent: this rank's, as :class:`Entry` says.
-        means: the means over the ranks, in pinned memory.
+        means: the means over the ranks, and in the first steps this rank's loss, in pinned memory.
         place: the line of the backward.
         training: the pass.
         arrived: an event after which the means have arrived.
@@ -121,8 +121,12 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there.
         """
-        self._last = place
+        self.passed(place)
         self._enter(State.BACKWARD, number, place)
+
+    def passed(self, place: str) -> None:
+        """Training has come to ``place``, for errors about ranks that have ended there."""
+        self._last = place
 
     def _enter(self, state: State, what: int, place: str) -> None:
         self.positions.enter(state, what, place, alike=not self._interrupts.raised)
@@ -148,8 +152,10 @@ class SameStep:
             numbers[Entry.DATA : Entry.WEIGHT] = data
         return numbers
 
-    def compare(self, numbers: list[float], means: list[float] | torch.Tensor, place: Place) -> None:
+    def compare(self, numbers: list[float], means: list[float] | torch.Tensor, loss: torch.Tensor | None, place: Place) -> None:
         """Compare this rank's ``numbers`` with the ``means`` of all ranks; those of a GPU a backward later, to not wait for it.
+
+        A GPU's ``loss`` is not yet among the numbers.
 
         Raises:
             LockstepError: the ranks were in different steps.
@@ -159,6 +165,8 @@ class SameStep:
         if isinstance(means, list):
             self._compare(numbers, means, place, training)
         else:
+            if loss is not None and not self._work.done:
+                means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
             event = torch.cuda.Event()
             copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
             event.record()
@@ -170,7 +178,10 @@ class SameStep:
     def _compare_arrived(self) -> None:
         before = self._on_the_way.popleft()
         before.arrived.synchronize()
-        self._compare(before.sent, before.means.tolist(), before.place, before.training)
+        means = before.means.tolist()
+        if len(means) > NUMBERS:
+            before.sent[Entry.LOSS] = means.pop()
+        self._compare(before.sent, means, before.place, before.training)
 
     def end(self) -> None:
         """This rank's function has ended: compare what is on the way."""

@@ -8,7 +8,7 @@ the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -19,7 +19,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Passes
-from parwrap.places import Place, script_place
+from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
 
@@ -89,13 +89,18 @@ class SameWeights:
         passes: the passes over loaders.
         optimizers: the optimizers of the script.
         modules: the modules of the script: weights may change without an optimizer.
+
+    Attributes:
+        owned_only: whether only optimizers' parameters are compared, because what follows them, such as a moving average, differs rightly.
     """
 
     def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
         self._group, self._passes, self._optimizers, self._modules = group, passes, optimizers, modules
+        self.owned_only = False
         self._place: Place | None = None
         self._checked: tuple[int, int] | None = (0, 0)
         self._begun = 0
+        self._said = False
         self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
         self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
 
@@ -103,12 +108,16 @@ class SameWeights:
         """``optimizer`` has stepped."""
         if is_alone():
             return
-        if not any(optimizer is each for each in self._unchecked):
-            self._unchecked.append(optimizer)
+        self.note(optimizer)
         if is_due(self._optimizers.steps):
             self._place = script_place()
             self.check()
             self._place = None
+
+    def note(self, optimizer: Optimizer) -> None:
+        """The next check compares ``optimizer``, which has stepped."""
+        if not any(optimizer is each for each in self._unchecked):
+            self._unchecked.append(optimizer)
 
     def begins_pass(self) -> None:
         """A pass begins: weights may have been changed without any step."""
@@ -138,7 +147,7 @@ class SameWeights:
         optimizers, self._unchecked = self._unchecked, []
         owned = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         ids = set(map(id, owned))
-        others = {number: p for number, p in self._modules.trainable().items() if id(p) not in ids}
+        others = {} if self.owned_only else {number: p for number, p in self._modules.trainable().items() if id(p) not in ids}
         parameters = [*owned, *others.values()]
         options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
         sums = checksums(parameters)
@@ -155,16 +164,34 @@ class SameWeights:
 
         def details() -> _Weights:
             all_sums = sums.tolist()
-            return _Weights(options, all_sums[: len(owned)], dict(zip(others, all_sums[len(owned) :], strict=True)))
+            return _Weights(
+                _processor(self._group), options, all_sums[: len(owned)], dict(zip(others, all_sums[len(owned) :], strict=True))
+            )
 
         def error(all_ranks: list[_Weights]) -> Exception | None:
             return self._error(all_ranks, owned, others)
 
         digest = crc32(options.encode()) ^ (int(whole) % 2**61)
-        agree(self._group, "the check of weights", digest, details, error)
+        differing = agree(self._group, "the check of weights", digest, details, error)
+        if differing is not None:  # by rounding, as far as checksums show
+            held = set(others).intersection(*(each.others for each in differing))
+            with self._group.control_message("the weights of unlike processors"):
+                is_rounding = take_rank_zeros(self._group, [*owned, *(others[number] for number in sorted(held))])
+            if not is_rounding:
+                raise cast(Exception, self._error([each._replace(processor="") for each in differing], owned, others))
+            if not self._said:
+                self._said = True
+                warn(
+                    f"parwrap: weights differ by rounding between ranks, because their processors round in other ways "
+                    f"({', '.join(sorted({each.processor for each in differing}))}). Rank 0's are used at every check of weights."
+                )
 
     def _error(self, all_ranks: Sequence[_Weights], owned: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]) -> Exception | None:
-        """The error for ranks whose options or checksums differ; a module that only some ranks still hold is no difference."""
+        """The error for ranks whose options or checksums differ; a module that only some ranks still hold is no difference.
+
+        Checksums of ranks on unlike processors may differ, because these round in other ways.
+        """
+        are_alike = len({each.processor for each in all_ranks}) == 1
         steps = self._optimizers.steps
         when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self._place})" if self._place else "")
         first, *rest = all_ranks
@@ -182,7 +209,7 @@ class SameWeights:
             differ = [p for p, a, b in zip(owned, first.owned, theirs.owned, strict=True) if a != b]
             held = first.others.keys() & theirs.others.keys() & others.keys()
             differ += [others[number] for number in sorted(held) if first.others[number] != theirs.others[number]]
-            if differ:
+            if differ and are_alike:
                 return RankMismatchError(
                     f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers "
                     "that no backward averaged. Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what "
@@ -195,30 +222,40 @@ class _Weights(NamedTuple):
     """What a rank says about its weights if the digests differ.
 
     Attributes:
+        processor: what it computes on.
         options: the options of its optimizers.
         owned: the checksums of their parameters, in order.
         others: the checksums of other parameters of its modules, by their numbers.
     """
 
+    processor: str
     options: str
     owned: list[int]
     others: dict[int, int]
 
 
+def _processor(group: Group) -> str:
+    """What this rank's optimizers compute on: vector instructions of another length may round in another way."""
+    return torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+
+
 @torch.no_grad()
-def take_rank_zeros(group: Group, tensors: Sequence[torch.Tensor]) -> float:
+def take_rank_zeros(group: Group, tensors: Sequence[torch.Tensor]) -> bool:
     """Write rank 0's values into ``tensors`` on all ranks; they have the same shapes everywhere.
 
     Returns:
-        The largest difference that any rank had, relative to the largest value of its tensor.
+        Whether they differed by rounding only: by at most 256 units in the last place of a float32, or 2 in shorter types, of the largest
+        value of a tensor.
     """
-    largest = 0.0
+    differ = False
     for each in tensors:
         sent = each.detach().clone()
         dist.broadcast(sent, 0)
-        if sent.is_floating_point() and sent.numel():
-            largest = max(largest, float((each.detach() - sent).abs().max() / sent.abs().max().clamp(min=1e-30)))
+        if sent.numel():
+            rounding = max(256 * torch.finfo(torch.float32).eps, 2 * torch.finfo(sent.dtype).eps)
+            largest = float(sent.abs().nan_to_num(0, 0, 0).max())
+            differ = differ or not torch.allclose(each.detach(), sent, rtol=0, atol=rounding * largest, equal_nan=True)
         each.data.copy_(sent)
-    most = torch.tensor(largest)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group.control)
-    return float(most)
+    on_any_rank = torch.tensor(int(differ))
+    dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group.control)
+    return not on_any_rank

@@ -45,7 +45,17 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["distributed", "draws_put_back", "evaluating", "no_sync", "open_passes", "same_draws", "script_scope", "trains_apart"]
+__all__ = [
+    "distributed",
+    "draws_put_back",
+    "evaluating",
+    "explained",
+    "no_sync",
+    "open_passes",
+    "same_draws",
+    "script_scope",
+    "trains_apart",
+]
 
 NOT_HERE = {
     **dict.fromkeys(
@@ -64,6 +74,14 @@ def strategy_of(options: Options) -> type[Strategy]:
         from parwrap.strategies.none import Independent
 
         return Independent
+    if options.strategy == "zero1":
+        from parwrap.strategies.zero1 import Zero1
+
+        return Zero1
+    if options.strategy == "local_sgd":
+        from parwrap.strategies.local_sgd import LocalSGD
+
+        return LocalSGD
     from parwrap.strategies.ddp import DDP
 
     return DDP
@@ -89,9 +107,17 @@ class distributed(ScopeDecorator):
             ``batch="global"``, a sum is summed over the ranks.
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` trains a model on each rank.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
+            to the ranks; ``"local_sgd"`` averages weights every few steps; ``"none"`` trains a model on each rank.
         bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
+        compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.
+        powersgd_rank: the rank of the matrices that PowerSGD sends.
+        every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
+        warmup: with ``"local_sgd"``, the number of steps before that, in which gradients are averaged.
+        outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.
+        outer_lr: its learning rate.
+        outer_momentum: its momentum.
         timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
 
     Raises:
@@ -260,23 +286,29 @@ class _Scope(Interceptor):
                 interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
-                yield
+                with explained():
+                    yield
             except BaseException as error:
                 if isinstance(error, SystemExit) and not error.code:
-                    self._end()
+                    self._end(returns=False)
                 elif self._same_step is not None:
                     self._same_step.positions.raised()
-                explain(error)
                 raise
-            self._end()
+            self._end(returns=not hidden)
 
-    def _end(self) -> None:
+    def part(self) -> int | None:
+        """The number of samples in this rank's part of a batch, if batches are divided."""
+        return self.passes.samples if self.passes is not None and self._options.batch == "global" else None
+
+    def _end(self, returns: bool) -> None:
         """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
         if self._group is None or self._same_step is None or self.strategy is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
             self._same_step.end()
             self.strategy.end()
+            if returns:  # a script's process ends
+                self.strategy.make_whole()
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())
 
@@ -379,6 +411,16 @@ def _share_streams(group: Group) -> None:
     states = [get_states()]
     dist.broadcast_object_list(states, 0, group=group.control)
     set_states(states[0])
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Add advice to an error that leaves the block."""
+    try:
+        yield
+    except BaseException as error:
+        explain(error, None if _scope is None else _scope.part())
+        raise
 
 
 @contextmanager

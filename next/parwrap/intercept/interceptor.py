@@ -79,6 +79,15 @@ class Interceptor:
     def stepped(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` has run without raising."""
 
+    def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
+        """``GradScaler.step(optimizer)`` was called, which leaves the step out if gradients overflow. Returns what ``original`` returns."""
+
+    def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """``optimizer.state_dict()`` was called. Returns the state."""
+
+    def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
+        """``optimizer.load_state_dict(state)`` was called: call ``original`` with the state to load."""
+
     def metric(self, metric: Any) -> Any:
         """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the scheduler uses."""
 

@@ -331,6 +331,30 @@ def _stepped(interceptor: Interceptor) -> Patches:
     return [_hooked(interceptor.stepped, register_optimizer_step_post_hook)]
 
 
+def _scaler_step(interceptor: Interceptor) -> Patches:
+    def step(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
+        return interceptor.scaler_step(args[0] if args else kwargs["optimizer"], lambda: wrapped(*args, **kwargs))
+
+    return [Patch(torch.amp.GradScaler, "step", step)]
+
+
+def _optimizer_state(interceptor: Interceptor) -> Patches:
+    def state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> Any:
+        return interceptor.optimizer_state(instance, lambda: wrapped(*args, **kwargs))
+
+    return [Patch(Optimizer, "state_dict", state_dict)]
+
+
+def _load_optimizer_state(interceptor: Interceptor) -> Patches:
+    def load_state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        def with_state(state_dict: dict[str, Any]) -> None:
+            interceptor.load_optimizer_state(instance, wrapped, state_dict)
+
+        with_state(*args, **kwargs)
+
+    return [Patch(Optimizer, "load_state_dict", load_state_dict)]
+
+
 def _metric(interceptor: Interceptor) -> Patches:
     def step(wrapped: Callable, instance: ReduceLROnPlateau, args: tuple, kwargs: dict) -> None:
         def with_metric(metrics: Any, *rest: Any, **options: Any) -> None:
@@ -386,7 +410,8 @@ def _seeded(interceptor: Interceptor) -> Patches:
     def patch(owner: Any, name: str, library: str) -> Patch:
         def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             result = wrapped(*args, **kwargs)
-            interceptor.seeded(library)
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):  # PowerSGD seeds a fork of the stream
+                interceptor.seeded(library)
             return result
 
         return Patch(owner, name, seed)
@@ -451,6 +476,9 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "built": _built,
     "step": _step,
     "stepped": _stepped,
+    "scaler_step": _scaler_step,
+    "optimizer_state": _optimizer_state,
+    "load_optimizer_state": _load_optimizer_state,
     "metric": _metric,
     "update_metric": _update_metric,
     "share_states": _share_states,

@@ -120,13 +120,21 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
     # save the failure before the scope closes, because leaving the process group may end the other ranks
-    with _scope(script), ending, recorder:
+    with _scope(script), ending, recorder, _explained(script):
         if script.kind == "module":
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         elif Path(script.target).is_dir() or is_zipfile(script.target):
             runpy.run_path(os.path.abspath(script.target), run_name="__main__")
         else:
             _run_file(script.target)
+
+
+def _explained(script: Script) -> AbstractContextManager:
+    if script.scope is None:
+        return nullcontext()
+    from parwrap.decorators.distributed import explained
+
+    return explained()
 
 
 @contextmanager

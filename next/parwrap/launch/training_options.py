@@ -43,6 +43,13 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     },
+    "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
+    "powersgd_rank": {"type": _whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
+    "every": {"type": _whole, "help": "With --strategy local-sgd: average weights every N steps; by default 8."},
+    "warmup": {"type": _whole, "help": "With --strategy local-sgd: synchronous steps before the first local one."},
+    "outer": {"help": "With --strategy local-sgd: nesterov adds an outer optimizer, as in DiLoCo."},
+    "outer_lr": {"type": _number, "help": "With --outer: its learning rate; by default 0.7."},
+    "outer_momentum": {"type": _number, "help": "With --outer: its momentum; by default 0.9."},
     "timeout": {"type": _number, "help": "Seconds that a rank waits for another."},
 }
 """The arguments of ``argparse`` for each option of the scope."""

@@ -208,6 +208,12 @@ class Passes:
             training.ran_backward()
         self.draw()
 
+    @property
+    def samples(self) -> int | None:
+        """The number of samples in this rank's part of the batch drawn last, if it has a part."""
+        training = self.training or self._last_training
+        return training.in_flight[-1].samples if training is not None and training.in_flight else None
+
     def is_stand_in(self, samples: int) -> bool:
         """Whether a batch with that many samples, which the loop has, has weight 0: this rank has no part, and repeats a sample."""
         training = self.training or self._last_training

@@ -65,12 +65,7 @@ class DDP(Strategy):
 
     def _run(self, call: Backward) -> None:
         loop = self._loop
-        loop.optimizers.check_backward()
-        if is_alone():
-            raise UsageError(
-                f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
-                "take part in averaging its gradients. Train outside of that function."
-            )
+        self._check_backward()
 
         # how much does this rank's part of the batch count?
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
@@ -110,12 +105,20 @@ class DDP(Strategy):
 
         # compare, and leave the mean in the loss
         means = averager.received()
-        loop.same_step.compare(numbers, means, site.place)
+        loop.same_step.compare(numbers, means, loss, site.place)
         if root is not None:
             loop.losses.write_mean(root, call, means[Entry.LOSS] + means[Entry.LOSS_LOW])
         if loop.same_step.grows or self._sites.arrived:
             self._sites.grow(site, call)
         self._buffers.after_backward()
+
+    def _check_backward(self) -> None:
+        self._loop.optimizers.check_backward()
+        if is_alone():
+            raise UsageError(
+                f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
+                "take part in averaging its gradients. Train outside of that function."
+            )
 
     def _two_threads(self) -> UsageError:
         return UsageError(

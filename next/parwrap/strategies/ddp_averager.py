@@ -32,9 +32,12 @@ from parwrap.torch_private.distributed import check_reducer_finalized, has_rebui
 from parwrap.torch_private.modules import registered_parameters
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["GradientAverager", "average_now"]
+__all__ = ["GradientAverager", "Hook", "average_now", "average_sparse"]
 
 T = TypeVar("T")
+
+Hook = Callable[[Any, dist.GradBucket], Future]
+"""A communication hook of DDP: starts to send a bucket, and returns a future of its average over the ranks."""
 
 TORCHS_BACKWARD = torch.autograd.backward
 """Torch's own function, which bypasses the patches of the script's calls."""
@@ -48,6 +51,7 @@ class GradientAverager:
         number: identifies the set on all ranks.
         parameters: the leaf tensors, in the order of the model; the same on every rank.
         sparse: the ids of those that get sparse gradients.
+        sender: makes the hook that sends a bucket in fewer bytes, given the signal, which must arrive exactly; ``None`` sends it as it is.
         options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
 
     Raises:
@@ -59,7 +63,15 @@ class GradientAverager:
         grows: set while a backward runs that has reached a parameter outside of every set.
     """
 
-    def __init__(self, group: Group, number: int, parameters: Sequence[torch.Tensor], sparse: frozenset[int], **options: Any) -> None:
+    def __init__(
+        self,
+        group: Group,
+        number: int,
+        parameters: Sequence[torch.Tensor],
+        sparse: frozenset[int],
+        sender: Callable[[torch.Tensor], Hook] | None = None,
+        **options: Any,
+    ) -> None:
         if len(kinds := {p.device.type for p in parameters}) > 1:
             raise UsageError(
                 f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
@@ -85,7 +97,8 @@ class GradientAverager:
         # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
         self._root = _in_new_thread(self._signal.sum)
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
-        self._reducer = _Reducer(ordered, sparse, **options)
+        hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
+        self._reducer = _Reducer(ordered, sparse, hook, **options)
 
     def check(self) -> None:
         """Refuse to go on after a backward that has raised.
@@ -266,10 +279,10 @@ def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> 
 class _Reducer(DistributedDataParallel):
     """Parwrap's own DDP; a subclass, to distinguish it from the user's."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], **options: Any) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], hook: Hook | None, **options: Any) -> None:
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
-        if len(sparse) > 1 or (sparse and uses_nccl()):
-            self.register_comm_hook(None, _send)
+        if hook:
+            self.register_comm_hook(None, hook)
 
 
 class _Holder(nn.Module):
@@ -298,18 +311,23 @@ class _SparselyUsed(nn.Embedding):
 
 
 def _send(state, bucket):  # DDP compares annotations with classes, and here they would be strings
-    """Averages a bucket. Torch's gloo corrupts memory when two sparse tensors are averaged at a time, and nccl cannot average them, so
-    sparse gradients go one after another on the CPU."""
     gradient = bucket.buffer()
     if gradient.layout != torch.strided:
-        average = (gradient / dist.get_world_size()).cpu()
-        dist.all_reduce(average)
-        sent: Future = Future(devices=[gradient.device] if gradient.is_cuda else None)
-        sent.set_result(average.to(gradient.device))
-        return sent
+        return average_sparse(bucket)
     # as DDP does without a hook; torch's own allreduce_hook divides, which rounds in another way on three ranks
     sending = dist.all_reduce(gradient.mul_(1 / dist.get_world_size()), async_op=True)
     return sending.get_future().then(lambda sent: sent.value()[0])
+
+
+def average_sparse(bucket: dist.GradBucket) -> Future:
+    """Average the sparse gradient in ``bucket`` on the CPU, one after another: torch's gloo corrupts memory when two sparse tensors are
+    averaged at a time, and nccl cannot average them."""
+    gradient = bucket.buffer()
+    average = (gradient / dist.get_world_size()).cpu()
+    dist.all_reduce(average)
+    sent: Future = Future(devices=[gradient.device] if gradient.is_cuda else None)
+    sent.set_result(average.to(gradient.device))
+    return sent
 
 
 def _in_new_thread(build: Callable[[], T]) -> T:

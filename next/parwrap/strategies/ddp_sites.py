@@ -25,19 +25,18 @@ from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, is_ours, script_place, warn
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import Group
+from parwrap.strategies.compression import compressing
 from parwrap.strategies.ddp_averager import GradientAverager, average_now
 from parwrap.strategies.strategy import Loop
 
-__all__ = ["Site", "Sites"]
+__all__ = ["Site", "Sites", "made_equal"]
 
 MOST = 64
 """The oldest site makes room for another one."""
 
 DEPTH = 6
 """The number of frames that identify a site: enough to see through a script's own helper functions."""
-
-ROUNDING = 1e-5
-"""Initial weights that differ by less come from other rounding, as in an orthogonal initialization on another CPU."""
 
 
 @dataclass
@@ -145,24 +144,14 @@ class Sites:
         agree(group, "agreement on the parameters of a backward", number, lambda: shapes, _different_sets)
         sparse = sparsely_used(call.tensors)
         facts = [reenters(call.tensors), *(id(p) in sparse for p in parameters)]
-        sums = checksums(parameters).cpu()
-        whole = int((sums * torch.arange(1, 2 * len(sums) + 1, 2)).sum()) % 2**62
-        largest = torch.tensor([whole, -whole, *facts], dtype=torch.int64)
-        with group.control_message("the weights at the first backward"):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
-            most, least, re_enters, *is_sparse = largest.tolist()
-            differed_by = 0.0 if most == -least else take_rank_zeros(group, parameters)
-        if differed_by > ROUNDING:
-            warn(
-                "parwrap: the weights of the ranks differ at the first backward, so rank 0's are used on all. Build the model where all "
-                "ranks draw the same: outside of training passes, after the same draws."
-            )
+        re_enters, *is_sparse = made_equal(group, parameters, facts)
         options = loop.options()
         averager = GradientAverager(
             group,
             number,
             parameters,
             frozenset(id(p) for p, flag in zip(parameters, is_sparse, strict=True) if flag),
+            compressing(options),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
         )
@@ -227,6 +216,27 @@ class Sites:
     def averagers(self) -> Iterable[GradientAverager]:
         """All averagers in use."""
         return self._averagers.values()
+
+
+def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = (), at: str = "backward") -> list[int]:
+    """Take rank 0's weights where ranks begin with different ones; all ranks call it with parameters of the same shapes.
+
+    Returns:
+        For each of ``facts``, whether it is true on any rank.
+    """
+    sums = checksums(parameters).cpu()
+    whole = int((sums * torch.arange(1, 2 * len(sums) + 1, 2)).sum()) % 2**62
+    largest = torch.tensor([whole, -whole, *facts], dtype=torch.int64)
+    with group.control_message(f"the weights at the first {at}"):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
+        most, least, *anywhere = largest.tolist()
+        differ = most != -least and not take_rank_zeros(group, parameters)
+    if differ:
+        warn(
+            f"parwrap: the weights of the ranks differ at the first {at}, so rank 0's are used on all. Build the model where all "
+            "ranks draw the same: outside of training passes, after the same draws."
+        )
+    return anywhere
 
 
 def _key(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:

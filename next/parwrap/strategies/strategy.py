@@ -77,6 +77,9 @@ class Strategy(Interceptor):
     def end(self) -> None:
         """The function has ended on this rank without an error: compare with the others a last time."""
 
+    def make_whole(self) -> None:
+        """The function returns to its caller, who may use what it has trained: give this rank the whole of what it held in shards."""
+
     def close(self) -> None:
         """Release the script's parameters."""
 

@@ -1,17 +1,36 @@
-"""Private names of optimizers: the hooks on ``step``."""
+"""Private names of optimizers: the hooks on ``step``, and the function that torch puts around it."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter
 
 from torch.optim import Optimizer
 
-__all__ = ["step_hooks"]
+__all__ = ["step_hooks", "stepping"]
 
 Hooks = OrderedDict[int, Callable]
 """Hooks by the number of their handle, in the order in which they run."""
 
 step_hooks: Callable[[Optimizer], tuple[Hooks, Hooks]] = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """The hooks on an optimizer's own step, before and after. Publicly, they can only be added and removed."""
+
+
+STEP = Optimizer.profile_hook_step(print).__code__
+"""The code of the function that torch puts around the ``step`` of every class; it calls the hooks."""
+
+
+def stepping() -> list[Optimizer]:
+    """The optimizers whose steps run where this is called, innermost first; the step of each is part of the step of the next.
+
+    >>> stepping()
+    []
+    """
+    running, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is STEP:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return running

@@ -100,6 +100,35 @@ def moves_towards_a_copy(model, x):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("relative", "are_unlike", "is_error"), [(1e-6, False, True), (1e-6, True, False), (1e-3, True, True)])
+def test_processors_that_round_in_other_ways_take_rank_zeros_weights(monkeypatch, relative, are_unlike, is_error):
+    """A processor of another kind is emulated by another name and by weights that differ a little."""
+    if are_unlike:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: f"processor {parwrap.rank()}")
+
+    def differs(step, model, optimizer, x):
+        if step == 2 and parwrap.rank():
+            with torch.no_grad():
+                model[1].weight *= 1 + relative
+
+    said = "weights differ by rounding between ranks, because their processors round in other ways \\(processor 0, processor 1\\)"
+    if is_error:
+        with (
+            pytest.raises(parwrap.RankMismatchError, match=r"1\.weight .* differs between rank 0 and rank 1 after step 2"),
+            parwrap.distributed(),
+        ):
+            train(differs)
+    else:
+        with parwrap.distributed():
+            with pytest.warns(UserWarning, match=said) as warned:
+                model = train(differs)
+            everyones = parwrap.gather([p.tolist() for p in model.parameters()])
+
+        assert everyones[0] == everyones[1]
+        assert 1 == len(warned)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("update", [updates_without_a_step, moves_towards_a_copy])
 def test_weights_that_change_without_a_step_are_compared_too(update):
     @parwrap.distributed

@@ -2,6 +2,7 @@ import inspect
 import io
 import os
 import pickle
+import sys
 import time
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -302,3 +303,24 @@ def test_ranks_that_train_alone_end_alone():
             time.sleep(0.5)
 
     assert parwrap.rank() == 1 or time.monotonic() - began < 0.4
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("batch", "notes"), [("global", 1), ("per_rank", 0)])
+def test_a_batch_size_that_is_fixed_in_the_code_is_explained(batch, notes):
+    @parwrap.distributed(batch=batch)
+    def train(model):
+        torch.optim.SGD(model.parameters(), 0.1)
+        for x in DataLoader(torch.ones(16, 2), batch_size=8):
+            x.view(8 if batch == "global" else 7, 2)
+
+    with pytest.raises(RuntimeError) as caught:
+        train(nn.Linear(2, 1))
+
+    assert notes == len(getattr(caught.value, "__notes__", []))
+    if notes:
+        assert caught.value.__notes__ == [
+            'parwrap: with batch="global" this rank has a part of each batch, 4 samples of the last one. If a batch size is fixed in the '
+            'code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'
+        ]

@@ -153,7 +153,6 @@ def test_a_loss_that_joins_later_leaves_the_weights_that_it_leaves_without_a_gpu
     assert same(expected, actual)
 
 
-@pytest.mark.xfail(reason="on a GPU a rank's own loss is not among the numbers that are compared", strict=True)
 @pytest.mark.ranks(2, fresh=True)
 def test_ranks_that_do_the_same_work_are_told_so(capfd):
     def run():

@@ -23,6 +23,14 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--draws", "per-rank", "--strategy=none", "train.py"], Script("train.py", scope={"draws": "per_rank", "strategy": "none"})),
+        (
+            ["--strategy", "local-sgd", "--every=4", "--outer", "nesterov", "--outer-lr", "0.5", "train.py"],
+            Script("train.py", scope={"strategy": "local_sgd", "every": 4, "outer": "nesterov", "outer_lr": 0.5}),
+        ),
+        (
+            ["--strategy", "zero1", "--compress", "powersgd", "--powersgd-rank", "3", "train.py"],
+            Script("train.py", scope={"strategy": "zero1", "compress": "powersgd", "powersgd_rank": 3}),
+        ),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),

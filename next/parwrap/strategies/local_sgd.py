@@ -1,0 +1,264 @@
+"""Local SGD and DiLoCo: each rank steps on its own gradients, and every few steps all ranks average their weights with all.
+
+So ``backward`` leaves this rank's gradient and loss, and only an average makes the weights equal. (Stich, 2018,
+https://arxiv.org/abs/1805.09767; with synchronous steps first: Lin et al., 2018, https://arxiv.org/abs/1808.07217; with an outer optimizer:
+Douillard et al., 2023, https://arxiv.org/abs/2311.08105.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parwrap.checks.same_data import different_data
+from parwrap.checks.same_step import Entry
+from parwrap.checks.same_weights import is_due
+from parwrap.errors import RankMismatchError
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.losses import leading_sizes
+from parwrap.loop.optimizers import parameters_of
+from parwrap.loop.passes import loss_factor
+from parwrap.places import script_place, warn
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import is_alone
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.ddp_sites import made_equal
+from parwrap.strategies.strategy import Loop
+from parwrap.torch_private.optimizer import stepping
+
+__all__ = ["LocalSGD"]
+
+NO_DATA = (0,) * (Entry.WEIGHT - Entry.DATA)
+
+LEAST = 1e-9
+"""The least weight of a rank, so that the sum of all weights is never zero."""
+
+
+@dataclass
+class _Round:
+    """The steps of one optimizer since the last average of its weights.
+
+    Attributes:
+        steps: their number.
+        weight: the sum of the weights of their batches.
+        known: the number of parameters whose values ranks have compared.
+        trained: the parameters that required gradients when the round began.
+        before: their common values then, if there is an outer optimizer.
+        velocity: the outer optimizer's momentum.
+    """
+
+    steps: int = 0
+    weight: float = 0.0
+    known: int = -1
+    trained: set[torch.Tensor] = field(default_factory=set)
+    before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    velocity: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, optimizer: Optimizer, outer: bool) -> None:
+        self.steps, self.weight = 0, 0.0
+        self.trained = {p for p in parameters_of(optimizer) if p.requires_grad}
+        self.before = {p: p.detach().to(_wide(p), copy=True) for p in self.trained} if outer else {}
+
+    def outer_step(self, p: torch.Tensor, mean: torch.Tensor, lr: float, momentum: float) -> torch.Tensor:
+        """SGD with Nesterov momentum, as torch has it; its gradient is how far the ranks have moved ``p`` on average."""
+        if (before := self.before.get(p)) is None:  # it was frozen when the round began
+            return mean
+        gradient = before - mean
+        velocity = self.velocity[p] = momentum * self.velocity[p] + gradient if p in self.velocity else gradient
+        return before - lr * (gradient + momentum * velocity)
+
+
+class LocalSGD(DDP):
+    """Averages weights every few steps of each optimizer, before evaluation and at the end; DDP while it warms up."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self._rounds: weakref.WeakKeyDictionary[Optimizer, _Round] = weakref.WeakKeyDictionary()
+        self._open: list[tuple[Optimizer, _Round]] = []  # kept alive: the script may drop an optimizer before the average
+        self._batches: list[float] = []
+        self._counted = self._averages = 0
+        self._stepped = False
+        self._taken: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._warming = loop.options().warmup > 0
+        self._weights.owned_only = not self._warming
+
+    def _run(self, call: Backward) -> None:
+        if self._warming:
+            super()._run(call)
+            return
+        self._check_backward()
+        loop = self._loop
+        if self._stepped:
+            self._batches.clear()
+            self._stepped = False
+        weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
+        self._batches.append(weight)
+        loop.divisors.weigh(call)
+        factor = loss_factor(weight, loop.group.world.size, loop.options()) if weight else 0.0
+        (call if factor == 1.0 else call.times(factor)).run()
+
+    # steps
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Whether a step of ``optimizer`` is a local one: alone, for a batch, or as a part of another step it is not, as in Lookahead."""
+        if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
+            return False
+        ids = {id(p) for p in parameters_of(optimizer)} if len(around := stepping()[1:]) else set()
+        return not any(id(p) in ids for each in around for p in parameters_of(each))
+
+    def step(self, optimizer: Optimizer) -> None:
+        super().step(optimizer)
+        if not self._warming and self._counts(optimizer):
+            self._begin(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Begin a round, if none is open, once the ranks have averaged what another optimizer of these parameters has left."""
+        current = self._rounds.setdefault(optimizer, _Round())
+        if current.steps:
+            return
+        parameters = list(parameters_of(optimizer))
+        ids = set(map(id, parameters))
+        self._average([each for each in self._open if any(id(p) in ids for p in parameters_of(each[0]))])
+        if current.known != len(parameters):
+            current.known = len(parameters)
+            kinds = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+            agree(self._loop.group, "the first step of an optimizer", crc32(repr(kinds).encode()), lambda: kinds, _different_weights)
+            made_equal(self._loop.group, parameters, at="step")
+        current.begin(optimizer, outer=self._loop.options().outer is not None)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if not self._counts(optimizer):
+            return
+        if self._warming:
+            self._weights.after_step(optimizer)
+            self._warm(optimizer)
+        else:
+            self._weights.note(optimizer)
+            self._count(optimizer)
+
+    def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
+        """A step that a ``GradScaler`` leaves out on this rank, because its own gradients overflow, counts like those of the others."""
+        counted = self._counted
+        result = original()
+        if not self._warming and counted == self._counted and self._counts(optimizer):
+            self._begin(optimizer)
+            self._count(optimizer)
+        return result
+
+    def _count(self, optimizer: Optimizer) -> None:
+        current = self._rounds[optimizer]
+        if not current.steps:
+            self._open.append((optimizer, current))
+        current.steps += 1
+        current.weight += fmean(self._batches) if self._batches else 1.0
+        self._counted += 1
+        self._stepped = True
+        self._loop.same_step.passed(str(script_place()))
+        if current.steps >= self._loop.options().every:
+            self._average([(optimizer, current)])
+
+    def _warm(self, optimizer: Optimizer) -> None:
+        """Count a synchronous step; an optimizer built anew continues the count of one with the same first parameter."""
+        first = next(parameters_of(optimizer))
+        self._taken[first] = self._taken.get(first, 0) + 1
+        if self._taken[first] >= self._loop.options().warmup:
+            self._warming, self._weights.owned_only = False, True
+            self._sites.unwatch()
+            self._sites.moved()
+
+    # averages
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _average(self, rounds: Sequence[tuple[Optimizer, _Round]]) -> None:
+        """Average the weights of ``rounds``, each rank by the samples of its steps, and end these rounds."""
+        if not rounds:
+            return
+        group, passes, options = self._loop.group, self._loop.passes, self._loop.options()
+        changed = [(p, each) for optimizer, each in rounds for p in parameters_of(optimizer) if p.requires_grad or p in each.trained]
+        about = [(tuple(p.shape), str(p.dtype)) for p, _ in changed], passes.data_to_send() or NO_DATA
+        place = passes.training.place if passes.training else script_place()
+
+        def error(all_ranks: list[Any]) -> Exception | None:
+            kinds, data = zip(*all_ranks, strict=True)
+            if any(each != kinds[0] for each in kinds):
+                return _different_weights(kinds)
+            differ = {at // 2 for each in data for at, (a, b) in enumerate(zip(data[0], each, strict=True)) if a != b}
+            different_data(differ, place)
+            return None
+
+        agree(group, "an average of weights", crc32(repr(about).encode()), lambda: about, error)
+        passes.data_sent()
+        mine = {id(each): max(each.weight / each.steps, LEAST) for _, each in rounds}
+        totals = torch.tensor(list(mine.values()), dtype=torch.float64)
+        with group.control_message("an average of weights"):
+            dist.all_reduce(totals, group=group.control)
+            total_of = dict(zip(mine, totals.tolist(), strict=True))
+            for same in _by_kind(changed):
+                flat = torch.cat([_times(p.detach().to(_wide(p)), mine[id(each)]).reshape(-1) for p, each in same])
+                dist.all_reduce(flat)
+                for (p, each), total in zip(same, flat.split([p.numel() for p, _ in same]), strict=True):
+                    mean = (total / total_of[id(each)]).view(p.shape)
+                    p.copy_(each.outer_step(p, mean, options.outer_lr, options.outer_momentum) if options.outer else mean)
+        for optimizer, each in rounds:
+            each.begin(optimizer, outer=False)
+        self._open = [each for each in self._open if each[1].steps]
+        self._averages += 1
+        if not self._open and is_due(self._averages):
+            self._weights.check()
+
+    def begins_pass(self, trains: bool) -> None:
+        """Evaluate with the average of the weights, and with rank 0's buffers."""
+        if not trains and not is_alone():
+            self._average(self._open)
+        if not trains or not self._open:
+            super().begins_pass(trains)
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        if not training and not is_alone() and self._loop.optimizers.evaluate():
+            self._average(self._open)
+        super().set_mode(module, training)
+
+    def end(self) -> None:
+        self._average(self._open)
+        if self._loop.passes.backwards and not self._loop.optimizers.steps:
+            warn(
+                "parwrap: no optimizer of torch.optim has stepped, but strategy='local_sgd' averages only the parameters of optimizers "
+                "that step: each rank trained separately, if at all. To average gradients in every backward, use strategy='ddp'."
+            )
+        super().end()
+
+
+def _wide(p: torch.Tensor) -> torch.dtype:
+    """Single precision or better."""
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor
+
+
+def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tuple[torch.Tensor, _Round]]]:
+    """``changed`` in groups that are sent together."""
+    alike: dict[Any, list[tuple[torch.Tensor, _Round]]] = {}
+    for p, each in changed:
+        alike.setdefault((_wide(p), p.device), []).append((p, each))
+    return alike.values()
+
+
+def _different_weights(all_ranks: Sequence[Any]) -> RankMismatchError:
+    rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    return RankMismatchError(
+        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {all_ranks[rank]}. Weights can "
+        "only be averaged of the same ones. Build the same model and optimizer on every rank."
+    )

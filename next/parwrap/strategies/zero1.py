@@ -1,0 +1,335 @@
+"""ZeRO stage 1: all ranks average gradients as in DDP; each steps the parameters whose optimizer state it holds, and sends them to all.
+
+The optimizer stays the script's object with all of its groups. A step leaves out parameters without a gradient, so during a step a rank
+hides the gradients of the parameters that others step. (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054;
+``torch.distributed.optim.ZeroRedundancyOptimizer``.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.optim import LBFGS, Optimizer
+
+from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.optimizers import parameters_of
+from parwrap.places import Place, script_place
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.structures import mapped
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.strategy import Loop
+from parwrap.torch_private.optimizer import step_hooks, stepping
+
+__all__ = ["Zero1", "dealt_out"]
+
+BUCKET = 2**20
+"""The number of elements that are sent at a time."""
+
+HOOK = -1
+"""The number of our hooks on an optimizer; torch counts those of the script from 0."""
+
+
+@dataclass
+class _Step:
+    """A running step.
+
+    Attributes:
+        optimizer: the optimizer that steps.
+        place: its line.
+        hidden: the parameters that other ranks step, with their gradients.
+    """
+
+    optimizer: Optimizer
+    place: Place
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def hide(self, parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                self.hidden.append((p, p.grad))
+                p.grad = None
+
+    def show(self) -> None:
+        for p, grad in self.hidden:
+            p.grad = grad
+        self.hidden.clear()
+
+
+class Zero1(DDP):
+    """DDP with the optimizers' state in shards."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self._shards: weakref.WeakKeyDictionary[Optimizer, _Shards] = weakref.WeakKeyDictionary()
+        self._sharded: list[weakref.ref[Optimizer]] = []  # in the order in which all ranks have met them
+        self._steps: list[_Step] = []
+
+    def built(self, optimizer: Optimizer) -> None:
+        if not self._is_whole(optimizer):
+            _refuse_one_vector(optimizer)
+
+    def _is_whole(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` steps as on one process."""
+        return is_alone() or self._loop.optimizers.is_of_batch(optimizer)
+
+    def _shards_of(self, optimizer: Optimizer) -> _Shards:
+        if optimizer not in self._shards:
+            _refuse_one_vector(optimizer)
+            self._shards[optimizer] = _Shards(optimizer, self._loop.group)
+            self._sharded.append(weakref.ref(optimizer))
+        self._shards[optimizer].deal()
+        return self._shards[optimizer]
+
+    # steps
+
+    def step(self, optimizer: Optimizer) -> None:
+        super().step(optimizer)
+        if self._steps:
+            self._refuse_after_failure(stepping()[1:])
+        if self._is_whole(optimizer):
+            return
+        self._shards_of(optimizer)
+        # inside the script's own hooks: one before the step sees all gradients, one after it all weights, for example for a moving average
+        before, after = step_hooks(optimizer)
+        before[HOOK], after[HOOK] = self._begin, self._exchange
+        before.move_to_end(HOOK)
+        after.move_to_end(HOOK, last=False)
+
+    def _begin(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Hide the gradients of parameters that others step: now, or whenever the closure has computed them."""
+        step, shards = _Step(optimizer, script_place()), self._shards[optimizer]
+        self._steps.append(step)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            step.hide(shards.others())
+            return None
+        calls = 0
+
+        def then_hide() -> Any:
+            nonlocal calls
+            step.show()
+            if calls:  # the step has moved this rank's parameters since
+                shards.send()
+            calls += 1
+            loss = closure()
+            step.hide(shards.others())
+            return loss
+
+        return ((args[0], then_hide, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_hide})
+
+    def _exchange(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Send the parameters stepped here, and receive those stepped elsewhere."""
+        self._steps.pop().show()
+        self._shards[optimizer].send()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if all(step.optimizer is not optimizer for step in self._steps):  # a subclass's step is around that of its base
+            _unhook(optimizer)
+        super().stepped(optimizer)
+
+    def backward(self, call: Backward) -> None:
+        if self._steps:  # that of a closure runs inside a step
+            self._refuse_after_failure(stepping())
+        super().backward(call)
+
+    def _refuse_after_failure(self, running: Sequence[Optimizer]) -> None:
+        """Refuse to go on after a step that has raised, as none of those ``running``: the other ranks wait for its weights."""
+        for step in self._steps:
+            if all(each is not step.optimizer for each in running):
+                raise LockstepError(
+                    f"the step of {type(step.optimizer).__name__} at {step.place} has raised, and the script has caught the error: the "
+                    "other ranks may still wait for the weights that this rank steps with strategy='zero1'. Let the error end the job."
+                )
+
+    # state
+
+    def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state of one process, on every rank."""
+        if is_alone():
+            raise UsageError(
+                f"{script_place()} asks for {type(optimizer).__name__}.state_dict(), which needs all ranks with strategy='zero1', because "
+                "each holds a part of the state. But only this rank runs a function decorated with @parwrap.rank_zero_only: call "
+                "state_dict() outside of that function, and save its result there."
+            )
+        state = original()
+        return state if self._is_whole(optimizer) else self._shards_of(optimizer).whole(state)
+
+    def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
+        """Load this rank's part of the state of one process."""
+        original(state if self._is_whole(optimizer) else self._shards_of(optimizer).own(state))
+
+    def make_whole(self) -> None:
+        """Give every rank the whole state of the optimizers that all ranks still hold."""
+        group, optimizers = self._loop.group, [each() for each in self._sharded]
+        held = torch.tensor([each is not None for each in optimizers], dtype=torch.int64)
+        with group.control_message("optimizers that are still used"):
+            dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
+        for optimizer, everywhere in zip(optimizers, held.tolist(), strict=True):
+            if optimizer is not None and everywhere:
+                self._shards[optimizer].join()
+
+    def close(self) -> None:
+        for step in self._steps:
+            step.show()
+        for optimizer in list(self._shards):
+            _unhook(optimizer)
+        super().close()
+
+
+def _refuse_one_vector(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            f"{script_place()} uses an LBFGS, which steps all parameters as one vector, so its state cannot be sharded: choose a strategy "
+            "other than 'zero1', or another optimizer."
+        )
+
+
+def _unhook(optimizer: Optimizer) -> None:
+    for hooks in step_hooks(optimizer):
+        hooks.pop(HOOK, None)
+
+
+def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """Assign each parameter to a rank: the largest first, to the rank that has the least, as ``ZeroRedundancyOptimizer`` does.
+
+    Args:
+        sizes: the number of elements of each parameter.
+        loads: the number of elements that each rank has already; updated in place.
+
+    >>> dealt_out([3, 5, 4], [0, 0])
+    [1, 0, 1]
+    """
+    ranks = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        ranks[place] = loads.index(min(loads))
+        loads[ranks[place]] += sizes[place]
+    return ranks
+
+
+class _Shards:
+    """Which rank holds the state of each parameter of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, group: Group) -> None:
+        self._ref, self._group = weakref.ref(optimizer), group
+        self._owners: dict[torch.Tensor, int] = {}
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._ref()
+        assert optimizer is not None
+        return optimizer
+
+    def deal(self) -> None:
+        """Deal out new parameters, group by group, so that a copy of the optimizer is dealt out alike; drop the state of others'."""
+        groups = [[p for p in group["params"] if p not in self._owners] for group in self._optimizer.param_groups]
+        if not any(groups):
+            return
+        shapes = [[(tuple(p.shape), str(p.dtype)) for p in group] for group in groups]
+        agree(self._group, "dealing out the state of an optimizer", crc32(repr(shapes).encode()), lambda: shapes, _different_groups)
+        self._owners = {p: self._owners[p] for p in parameters_of(self._optimizer) if p in self._owners}
+        loads = [0] * self._group.world.size
+        for p, owner in self._owners.items():
+            loads[owner] += p.numel()
+        for group in groups:
+            self._owners.update(zip(group, dealt_out([p.numel() for p in group], loads), strict=True))
+        for p in self.others():
+            self._optimizer.state.pop(p, None)
+
+    def others(self) -> list[torch.Tensor]:
+        """The parameters that this rank does not step."""
+        return [p for p in parameters_of(self._optimizer) if self._owners[p] != self._group.world.rank]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send the owners' values to every rank."""
+        rank = self._group.world.rank
+        trained = [p for p in parameters_of(self._optimizer) if p.requires_grad or p.grad is not None]
+        with self._group.control_message("sending the weights of a step"):
+            for owner in range(self._group.world.size):
+                for bucket in _buckets(p for p in trained if self._owners[p] == owner):
+                    flat = torch.cat([p.reshape(-1) for p in bucket])
+                    dist.broadcast(flat, owner)
+                    if owner != rank:
+                        for p, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                            p.copy_(values.view_as(p))
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's state dict merged with those of all ranks, on the CPU."""
+        merged = _arrived(self._gathered(state["state"]), torch.device("cpu"))
+        others = {key: each for key, each in state["state"].items() if key not in range(len(self._owners))}  # of no parameter
+        return {**state, "state": {**others, **merged}}
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a whole state dict that this rank holds."""
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        others = {key for key, p in zip(keys, parameters_of(self._optimizer), strict=False) if self._owners[p] != self._group.world.rank}
+        return {**state, "state": {key: each for key, each in state["state"].items() if key not in others}}
+
+    def join(self) -> None:
+        """Give every rank the whole state."""
+        self.deal()
+        parameters, state = list(parameters_of(self._optimizer)), self._optimizer.state
+        gathered = self._gathered({place: state[p] for place, p in enumerate(parameters) if p in state})
+        for place, p in enumerate(parameters):  # in the order of one process
+            mine = state.pop(p, None)
+            if place in gathered:
+                state[p] = mine if self._owners[p] == self._group.world.rank else _arrived(gathered[place], p.device)
+
+    def _gathered(self, states: dict[Any, Any]) -> dict[int, Any]:
+        """The ``states`` of all parameters, by their places, from the ranks that hold them."""
+        rank = self._group.world.rank
+        mine = {
+            place: _sent(states[place])
+            for place, p in enumerate(parameters_of(self._optimizer))
+            if self._owners[p] == rank and place in states
+        }
+        shards: list[Any] = [None] * self._group.world.size
+        agree(self._group, "gathering the state of an optimizer", len(self._owners), lambda: None, lambda details: None)
+        with self._group.control_message("gathering the state of an optimizer"):
+            dist.all_gather_object(shards, mine, group=self._group.control)
+        return dict(sorted(item for shard in shards for item in shard.items()))
+
+
+def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """``parameters`` in groups of one dtype and device, each of about one bucket; a larger parameter is alone."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.numel() >= BUCKET:
+            yield [p]
+            continue
+        bucket = alike.setdefault((p.dtype, p.device), [])
+        bucket.append(p)
+        if sum(each.numel() for each in bucket) >= BUCKET:
+            yield alike.pop((p.dtype, p.device))
+    yield from alike.values()
+
+
+class _FromGpu:
+    """A tensor on its way between two GPUs; others, such as Adam's count of steps, stay on the CPU."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.cpu()
+
+
+def _sent(state: Any) -> Any:
+    return mapped(state, lambda leaf: _FromGpu(leaf) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf)
+
+
+def _arrived(state: Any, device: torch.device) -> Any:
+    return mapped(state, lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _FromGpu) else leaf)
+
+
+def _different_groups(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
+    rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    return RankMismatchError(
+        f"the groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {all_ranks[rank]}. Build the same optimizers "
+        "with the same parameters on every rank."
+    )

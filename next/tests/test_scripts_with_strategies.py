@@ -1,0 +1,52 @@
+"""Plain scripts that have never heard of parwrap, under other strategies than DDP."""
+
+from __future__ import annotations
+
+import pytest
+
+from test_scripts import SCRIPTS, UNSEEDED, parameters, run
+
+ONE_VECTOR = {"lbfgs_closure"}
+"""LBFGS cannot be sharded."""
+
+BY_HAND = {"manual_sgd", "manual_sgd_leaf_tensors", "gradients_kept"}
+"""No optimizer steps, so that nothing is averaged."""
+
+DECIDES = {"break_in_epoch", "early_leaver_two_optimizers", "grows_until_good"}
+"""They stop on a loss, which is each rank's own under local SGD."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks(2, fresh=True)]
+
+
+def trained(script, **options):
+    from parwrap.decorators.distributed import script_scope
+
+    return parameters(run(script, script_scope(**options))[0])
+
+
+@pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if script.stem not in ONE_VECTOR | UNSEEDED], ids=lambda script: script.stem
+)
+def test_zero1_trains_what_ddp_trains(script, tmp_path, monkeypatch):
+    import torch
+
+    weights = []
+    for strategy in ("ddp", "zero1"):
+        (tmp_path / strategy).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / strategy)
+        weights.append(trained(script, strategy=strategy, seed=3))
+
+    assert [] == [key for key, value in weights[0].items() if not torch.equal(value, weights[1][key])]
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.stem not in BY_HAND | DECIDES], ids=lambda script: script.stem)
+def test_local_sgd_ends_with_the_same_weights_on_all_ranks(script, tmp_path, monkeypatch):
+    import torch
+
+    import parwrap
+
+    monkeypatch.chdir(tmp_path)
+    weights = trained(script, strategy="local_sgd", every=3, seed=3)
+    first, other = parwrap.gather(weights)
+
+    assert [] == [key for key, value in first.items() if not torch.equal(value, other[key])]
