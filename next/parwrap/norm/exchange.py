@@ -20,7 +20,6 @@ from parwrap.intercept.torch_calls import Norm
 from parwrap.places import script_place
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import current
-from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]
 
@@ -55,7 +54,7 @@ class Statistics:
 
     Args:
         process_group: torch's group of these ranks.
-        control_message: the context of a message outside of a backward, which checks lockstep on the node before anything is sent.
+        control_message: the context of a message, which checks lockstep on the node before anything is sent.
 
     Attributes:
         nameless: the exchange of what is no layer, or of a layer without weights and running statistics.
@@ -126,9 +125,7 @@ class _Layer:
         together = self._statistics
         sent, header = self._headed(numbers)
         rows = sent.new_empty(together.size, len(sent))
-        recomputes = in_backward()  # of a checkpoint, inside a backward
-        kind = f"batch norm {self._number} of {len(numbers) // 2} channels"
-        with nullcontext() if recomputes else together.control_message(kind):
+        with together.control_message(f"batch norm {self._number} of {len(numbers) // 2} channels"):
             dist.all_gather(list(rows), sent, group=together.process_group)
         totals = rows[:, -3:].sum(0)
         together.check(totals[1:], header)
@@ -138,7 +135,8 @@ class _Layer:
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         together = self._statistics
         total, header = self._headed(numbers)
-        dist.all_reduce(total, group=together.process_group)
+        with together.control_message(f"the gradient of batch norm {self._number}" if self._number else "the gradient of all ranks' rows"):
+            dist.all_reduce(total, group=together.process_group)
         (together.check_later if together.on_gpu else together.check)(total[-2:], header)
         return total[:-2].to(numbers)
 
