@@ -8,11 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parwrap.data.lengths import UniformLengthBatchSampler
     from parwrap.data.loaders import replicate, shard
+    from parwrap.data.padding import pad_collate
     from parwrap.decorators.accumulate import accumulate
     from parwrap.decorators.amp import amp, amp_state
+    from parwrap.decorators.batch_losses import gather_with_grad, mean_over_ranks
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
+    from parwrap.decorators.evaluate import evaluate
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
+    from parwrap.decorators.sync_bn import sync_bn
+    from parwrap.decorators.uniform_length import uniform_length
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
@@ -20,11 +26,17 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
+    "parwrap.data.lengths": ("UniformLengthBatchSampler",),
     "parwrap.data.loaders": ("replicate", "shard"),
     "parwrap.decorators.accumulate": ("accumulate",),
     "parwrap.decorators.amp": ("amp", "amp_state"),
+    "parwrap.data.padding": ("pad_collate",),
+    "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
+    "parwrap.decorators.evaluate": ("evaluate",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
+    "parwrap.decorators.sync_bn": ("sync_bn",),
+    "parwrap.decorators.uniform_length": ("uniform_length",),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
@@ -37,6 +49,7 @@ __all__ = [
     "ParwrapError",
     "RankMismatchError",
     "RankZeroError",
+    "UniformLengthBatchSampler",
     "UsageError",
     "accumulate",
     "all_ranks",
@@ -46,11 +59,15 @@ __all__ = [
     "barrier",
     "broadcast",
     "distributed",
+    "evaluate",
     "every_rank_writes",
     "gather",
+    "gather_with_grad",
     "is_rank_zero",
     "local_rank",
+    "mean_over_ranks",
     "no_sync",
+    "pad_collate",
     "rank",
     "rank_zero_first",
     "rank_zero_only",
@@ -59,6 +76,8 @@ __all__ = [
     "replicate",
     "same_draws",
     "shard",
+    "sync_bn",
+    "uniform_length",
     "world_size",
 ]
 

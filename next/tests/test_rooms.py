@@ -8,7 +8,7 @@ import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
-    *("run", "__main__", "launch", "testing", "decorators", "precision", "strategies", "data", "checks", "loop"),
+    *("run", "__main__", "launch", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
     *("rank_zero", "intercept", "ranks", "torch_private", "options", "places", "errors"),
 ]
 """From the top down."""
@@ -61,3 +61,17 @@ def test_no_file_imports_itself_through_others():
 def test_nothing_reads_bytecode_reference_counts_or_the_collector():
     guesses = re.compile(r"getrefcount|co_code|\bdis\.|gc\.get_|\bf_lasti\b")
     assert [] == [module for module, path in FILES.items() if guesses.search(path.read_text())]
+
+
+DOCS = PACKAGE.parent / "docs"
+
+
+def test_the_architecture_page_names_every_room_and_only_what_exists():
+    page = (DOCS / "architecture.rst").read_text()
+    named = set(re.findall(r"``([a-z_]+)/?``", page.split("One picture")[0]))
+    paths = re.findall(r"``([a-z_]+/[a-z_]+\.py)``(?:: ``(\w+)``)?", page + (DOCS / "how_it_works.rst").read_text())
+
+    assert set() == set(ROOMS) - named
+    assert len(paths) > 60
+    assert [] == [path for path, _ in paths if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()]
+    assert [] == [f"{path}: {name}" for path, name in paths if name and not re.search(rf"\b{name}\b", (PACKAGE / path).read_text())]

@@ -13,21 +13,21 @@ import pytest
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
-DRAWN_IN_PASSES = {"branch_between_two_backwards", "checkpointing", "gan", "wgan_gp", "workers_with_augmentation", "zipped_loaders"}
+DRAWN_IN_PASSES = {
+    *("batchnorm_dropout", "branch_between_two_backwards", "checkpointing", "gan", "stops_early_and_loads_the_best", "wgan_gp"),
+    *("workers_with_augmentation", "zipped_loaders"),
+}
 """Dropout, noise and augmentation: each rank draws its own (rule 4)."""
 
 UNSEEDED = {"fresh_subset_each_epoch"}
 """They draw from a generator of numpy without a seed, which differs from run to run."""
 
-NORMALIZED = {
-    "batchnorm_dropout",
-    "break_in_epoch",
-    "data_parallel",
-    "freeze_and_unfreeze",
-    "save_best_by_path",
-    "stops_early_and_loads_the_best",
+BEFORE_A_NORM = {
+    "break_in_epoch": {"0.bias"},
+    "data_parallel": {"module.conv.bias"},
+    "freeze_and_unfreeze": {"backbone.0.bias"},
 }
-"""Batch norms normalize by this rank's part of the batch."""
+"""A batch norm subtracts the bias before it, so its gradient is zero up to rounding, of which Adam makes steps of full size."""
 
 ROUNDED = {"lbfgs_closure", "own_amp"}
 """Half precision and line searches amplify the order of float sums."""
@@ -38,7 +38,7 @@ LISTED = {"files_by_listdir"}
 ROUTED = {"branches"}
 """The way through the model depends on what is in the batch, of which a rank sees a part."""
 
-AS_GOOD = DRAWN_IN_PASSES | UNSEEDED | NORMALIZED | ROUNDED | LISTED | ROUTED
+AS_GOOD = DRAWN_IN_PASSES | UNSEEDED | ROUNDED | LISTED | ROUTED
 
 
 def run(script, scope):
@@ -84,7 +84,10 @@ def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, m
         (tmp_path / place).mkdir(exist_ok=True)
     streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
     monkeypatch.chdir(tmp_path / "together")
-    state, printed = run(script, script_scope(batch="global"))
+    with contextlib.ExitStack() as scopes:
+        scopes.enter_context(script_scope(batch="global"))
+        scopes.enter_context(parwrap.sync_bn())
+        state, printed = run(script, scopes)
     trained = parameters(state)
 
     for rank, theirs in enumerate(parwrap.gather(trained)):
@@ -106,5 +109,6 @@ def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, m
         assert name == reference[0]
         assert is_as_good(name, float(value), float(reference[1]))
     else:
-        for key, value in parameters(expected).items():
+        for key in parameters(expected).keys() - BEFORE_A_NORM.get(script.stem, set()):
+            value = expected[key]
             torch.testing.assert_close(trained[key], value, rtol=1e-3, atol=2e-4, msg=lambda text, key=key: f"{key}: {text}")

@@ -10,7 +10,8 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,10 @@ class State(IntEnum):
     CONTROL = 2
     ENDED = 3
     RAISED = 4
+    AVERAGES = 5
+    """The backward has reached its end on this rank, which waits for the average gradients."""
+    INNER = 6
+    """It sends a control message inside of a backward, as synchronized batch norms do."""
 
 
 _openings: Counter[Path] = Counter()
@@ -57,6 +62,8 @@ SENTENCES = {
     State.CONTROL: "is in {place}",
     State.ENDED: "has ended; its last step was at {place}",
     State.RAISED: "has raised an error; its last step was at {place}",
+    State.AVERAGES: "waits for the gradients of the backward at {place}",
+    State.INNER: "is in {place}",
 }
 
 
@@ -94,15 +101,23 @@ def apart(mine: Page, other: Page) -> bool:
         return True
     if other.state == State.ENDED:
         return other.backwards < mine.backwards or other.controls < mine.controls
-    if other.state == State.BACKWARD:
-        if mine.state == State.CONTROL:  # it is in a backward that comes after this message
-            return other.backwards > mine.backwards and other.controls < mine.controls
+    if other.state in (State.BACKWARD, State.AVERAGES):
+        if mine.state in (State.CONTROL, State.INNER):  # it is in a backward that comes after this message
+            comes_after = other.backwards > mine.backwards or (_ends(other, mine) and other.backwards == mine.backwards)
+            return comes_after and other.controls < mine.controls
         return other.backwards == mine.backwards and other.what != mine.what
-    if other.state == State.CONTROL:
-        if mine.state == State.BACKWARD:  # it waits for a message that this rank has not sent; on a GPU it may have begun this backward
-            return other.controls > mine.controls and other.backwards < mine.backwards
+    if other.state in (State.CONTROL, State.INNER):
+        if mine.state in (State.BACKWARD, State.AVERAGES):
+            # it waits for a message that this rank has not sent; on a GPU it may have begun this backward
+            comes_after = mine.backwards > other.backwards or (_ends(mine, other) and mine.backwards == other.backwards)
+            return comes_after and other.controls > mine.controls
         return other.controls == mine.controls and other.what != mine.what
     return False
+
+
+def _ends(one: Page, another: Page) -> bool:
+    """Whether ``one`` is at the end of a backward, inside of which ``another`` sends a message, if both are in the same."""
+    return one.state == State.AVERAGES and another.state == State.INNER
 
 
 class Positions:
@@ -150,9 +165,36 @@ class Positions:
         backwards, _, _, controls, _ = self.mine
         self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
         if alike:
-            for other in self._others:
-                if self._differs(other) and apart(self.mine, self._read(other)):
-                    raise self.error()
+            self._compare()
+
+    @contextmanager
+    def inner(self, what: int, place: str, alike: bool = True) -> Iterator[None]:
+        """This rank sends a control message of kind ``what`` inside of a backward.
+
+        Raises:
+            LockstepError: another rank of the node can never meet it there.
+        """
+        backward = self.now()
+        self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place))
+        if alike:
+            self._compare()
+        yield
+        self._write(backward._replace(controls=self.mine.controls))
+
+    def averages(self, alike: bool = True) -> None:
+        """Say that this rank's backward has reached its end.
+
+        Raises:
+            LockstepError: another rank of the node waits inside of it for a message that this rank does not send.
+        """
+        self._set(State.AVERAGES)
+        if alike:
+            self._compare()
+
+    def _compare(self) -> None:
+        for other in self._others:
+            if self._differs(other) and apart(self.now(), self._read(other)):
+                raise self.error()
 
     def _differs(self, other: int) -> bool:
         """Whether another rank of the node waits for something else than this rank, as far as one look shows."""

@@ -22,6 +22,7 @@ from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.passes import DIGITS, Pass, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import Group
+from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["NUMBERS", "Entry", "SameStep"]
 
@@ -106,6 +107,11 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there, or has ended.
         """
+        if in_backward():  # on a GPU, in a thread that has no line of the script
+            inside, alike = f"{kind} in the backward at {self._last}", not self._interrupts.raised
+            with self.positions.inner(crc32(kind.encode()), inside, alike):
+                yield
+            return
         place = f"its end, after {self._last}" if self.ending else script_place()
         self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
         try:
@@ -123,6 +129,14 @@ class SameStep:
         """
         self.passed(place)
         self._enter(State.BACKWARD, number, place)
+
+    def averages(self) -> None:
+        """This rank's backward has reached its end, and waits for the average gradients.
+
+        Raises:
+            LockstepError: another rank waits inside of it for a message that this rank does not send.
+        """
+        self.positions.averages(alike=not self._interrupts.raised)
 
     def passed(self, place: str) -> None:
         """Training has come to ``place``, for errors about ranks that have ended there."""

@@ -46,7 +46,7 @@ def watched(group: Group, positions: Positions, report: Callable[[str], None]) -
         put: Page | None = None
         while not stopped.wait(INTERVAL):
             mine = positions.now()
-            if mine != seen or mine.state not in (State.BACKWARD, State.CONTROL):
+            if mine != seen or mine.state not in (State.BACKWARD, State.AVERAGES, State.CONTROL, State.INNER):
                 seen, since = mine, time.monotonic()
             elif time.monotonic() - since > PATIENCE:
                 if mine != put:

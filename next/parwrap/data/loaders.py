@@ -54,7 +54,7 @@ from parwrap.places import Place, script_place, warn
 from parwrap.ranks.group import Group, is_alone
 from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders", "replicate", "shard", "shows_share", "trains"]
+__all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share", "trains"]
 
 ANOTHER_LOADER = 1_000_003
 """Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
@@ -135,6 +135,13 @@ def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: we
     others.discard(loader)
     these.add(loader)
     return loader
+
+
+def marked_like(copy: DataLoader, loader: DataLoader) -> None:
+    """Say of ``copy`` what was said of ``loader``."""
+    for marked in (_sharded, _replicated):
+        if loader in marked:
+            marked.add(copy)
 
 
 @dataclass(eq=False)
@@ -364,6 +371,8 @@ class Loaders(Interceptor):
             draws = sampler if loader.batch_sampler is None else loader.batch_sampler
             if together and options.batch != "global":
                 draws = BatchSampler(sampler, (loader.batch_size or 1) * size, loader.drop_last)
+            if not together and hasattr(draws, "for_ranks"):  # it puts batches of similar length into a step
+                draws = draws.for_ranks(size)
             batches = _SharedDraws(draws, self)
             if not together:
                 batches = DealtBatches(batches, rank, size, options.uneven)
@@ -461,6 +470,8 @@ class Loaders(Interceptor):
             whole = len(resampled(loader, DistributedSampler(sampler.dataset, ranks, 0, drop_last=sampler.drop_last)))
             if divided:
                 return whole
+        if not together and (arranged := getattr(loader.batch_sampler, "for_ranks", None)):
+            whole = len(arranged(self._size))
         return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
     def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:

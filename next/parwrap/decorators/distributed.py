@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,7 +12,6 @@ from inspect import Parameter, Signature
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +20,7 @@ from parwrap.checks.same_step import SameStep
 from parwrap.checks.same_work import SameWork
 from parwrap.checks.watchdog import watched
 from parwrap.data.loaders import Loaders
+from parwrap.data.metrics import Metrics
 from parwrap.decorators.inventory import reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, explain
@@ -34,10 +33,10 @@ from parwrap.loop.learning_rate import learning_rates_times
 from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Passes
-from parwrap.loop.random_streams import RandomStreams, seed_all
+from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
 from parwrap.options import Options
-from parwrap.places import from_script
+from parwrap.places import from_script, script_place
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.output import Output, output_of
 from parwrap.ranks import group as groups
@@ -46,7 +45,18 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["average_gradients", "distributed", "draws_put_back", "explained", "no_sync", "same_draws", "script_scope"]
+__all__ = [
+    "average_gradients",
+    "distributed",
+    "draws_put_back",
+    "evaluating",
+    "explained",
+    "no_sync",
+    "open_passes",
+    "same_draws",
+    "script_scope",
+    "trains_apart",
+]
 
 NOT_HERE = {
     **dict.fromkeys(
@@ -185,6 +195,11 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
         _scope.strategy.average(parameters)
 
 
+def open_passes() -> Passes | None:
+    """The open passes; ``None`` outside of ``distributed``, on one rank, and if the script distributes itself."""
+    return None if _scope is None else _scope.passes
+
+
 @contextmanager
 def same_draws() -> Iterator[None]:
     """Inside the ``with`` block, all ranks draw the same random numbers, also in a training pass: for decisions drawn from torch or numpy.
@@ -192,7 +207,7 @@ def same_draws() -> Iterator[None]:
     >>> with same_draws():
     ...     skips = torch.rand(()) < 0.5
     """
-    passes = None if _scope is None else _scope.passes
+    passes = open_passes()
     if passes is None:
         yield
         return
@@ -201,6 +216,33 @@ def same_draws() -> Iterator[None]:
         yield
     finally:
         passes.same_draws(False)
+
+
+@contextmanager
+def evaluating(divides: bool) -> Iterator[Callable[[], None]]:
+    """Inside the block, ranks evaluate: all draw the same, and nothing trains.
+
+    Args:
+        divides: whether each rank reads a part.
+
+    Yields:
+        a function to call when a pass begins, on all ranks.
+    """
+    if _scope is None or _scope.passes is None or _scope.strategy is None:
+        yield lambda: None
+        return
+    passes, strategy, opened = _scope.passes, _scope.strategy, Pass(trains=False, shared=divides, place=script_place())
+    passes.begin(opened)
+    try:
+        with same_draws():
+            yield lambda: strategy.begins_pass(False)
+    finally:
+        passes.end(opened)
+
+
+def trains_apart() -> bool:
+    """Whether each rank trains a model of its own."""
+    return _scope is not None and _scope.strategy is not None and not _scope.strategy.together
 
 
 _scope: _Scope | None = None
@@ -356,7 +398,7 @@ class _Scope(Interceptor):
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        shared = [loaders] if options.strategy != "none" else []
+        shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
         return [_Seeds(streams), optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     @contextmanager
@@ -421,23 +463,9 @@ class HiddenGroup(Interceptor):
 def _share_streams(group: Group) -> None:
     """Give every rank the random state of rank 0."""
     agree(group, "the start of a distributed function", 0, lambda: None, lambda all_ranks: None)
-    states = [_get_states()]
+    states = [get_states()]
     dist.broadcast_object_list(states, 0, group=group.control)
-    _set_states(states[0])
-
-
-def _get_states() -> tuple[Any, ...]:
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), np.random.get_state(), random.getstate(), gpu
-
-
-def _set_states(states: tuple[Any, ...]) -> None:
-    cpu, numpys, pythons, gpu = states
-    torch.set_rng_state(cpu)
-    np.random.set_state(numpys)
-    random.setstate(pythons)
-    if gpu is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(gpu)
+    set_states(states[0])
 
 
 @contextmanager
@@ -456,11 +484,11 @@ def draws_put_back() -> Iterator[None]:
     if _scope is None or _scope.passes is None:
         yield
         return
-    states = _get_states()
+    states = get_states()
     try:
         yield
     finally:
-        _set_states(states)
+        set_states(states)
 
 
 def _report(rank: int, output: Output, text: str) -> None:

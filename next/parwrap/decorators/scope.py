@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Call", "ScopeDecorator", "block_frame", "module_of"]
+__all__ = ["Call", "ScopeDecorator", "block_frame", "decorators_of", "describe", "module_of"]
 
 
 class Call(NamedTuple):
@@ -88,7 +88,7 @@ class ScopeDecorator:
 
     def wrapped(self, function: Any) -> Any:
         """The decorated form of ``function``."""
-        decorators = () if inspect.ismethod(function) else _decorators_of(function)
+        decorators = () if inspect.ismethod(function) else decorators_of(function)
         if decorators:
             function = function.__wrapped__
         decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
@@ -115,7 +115,7 @@ class ScopeDecorator:
         return self._entered.pop().__exit__(*exception)
 
 
-def _decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
+def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
     """The decorators of ``function``, or of the function of a method."""
     outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
     # functools.wraps copies them to other wrappers
@@ -136,7 +136,7 @@ def _refuse_undecoratable(function: Any, decorator: str) -> None:
         )
     else:
         return
-    raise UsageError(f"@parwrap.{decorator} cannot decorate {_describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+    raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
 
 
 def module_of(function: Callable | None) -> str | None:
@@ -159,7 +159,7 @@ def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def _describe(function: Any) -> str:
+def describe(function: Any) -> str:
     """Name, file and line of a function or class, for errors."""
     name = getattr(function, "__qualname__", repr(function))
     try:

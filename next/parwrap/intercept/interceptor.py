@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from parwrap.intercept.torch_calls import Backward, Clip, Criterion, ScalerCall
+    from parwrap.intercept.torch_calls import Backward, Clip, Criterion, Norm, ScalerCall
 
 __all__ = ["Interceptor"]
 
@@ -57,6 +57,14 @@ class Interceptor:
 
     def clip(self, clip: Clip) -> Any:
         """``clip_grad_norm_`` or a similar function was called. Returns its result."""
+
+    # layers
+
+    traced_norm: Callable[..., torch.Tensor]
+    """What ``torch.compile`` compiles in place of ``torch.nn.functional.batch_norm``, for a class that overrides :meth:`norm`."""
+
+    def norm(self, call: Norm) -> torch.Tensor:
+        """``torch.nn.functional.batch_norm`` was called. Returns the output."""
 
     # modules and parameters
 
@@ -103,6 +111,17 @@ class Interceptor:
 
     def metric(self, metric: Any) -> Any:
         """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the scheduler uses."""
+
+    # metrics
+
+    def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
+        """A metric of torchmetrics is about to be updated: call ``update`` and return its result."""
+
+    def share_states(self, members: Sequence[Any]) -> None:
+        """``members`` of a collection of metrics are about to compute: the first was updated for all of them."""
+
+    def syncs_metric(self, metric: Any) -> bool:
+        """A metric is about to compute. Returns whether its states are summed over the ranks."""
 
     # random numbers
 

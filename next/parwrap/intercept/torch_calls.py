@@ -6,6 +6,7 @@ Where torch has a hook, the hook is used. Nothing is patched on import; ``interc
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -37,7 +38,7 @@ from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata, is_transformed
 from parwrap.torch_private.modules import APPLY, CALL
 
-__all__ = ["Backward", "Clip", "Criterion", "ScalerCall", "intercepting"]
+__all__ = ["Backward", "Clip", "Criterion", "Norm", "ScalerCall", "intercepting"]
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -326,6 +327,40 @@ def _clip(interceptor: Interceptor) -> Patches:
     return [patch(owner, name) for owner in (nn.utils, nn.utils.clip_grad) for name in names if hasattr(owner, name)]
 
 
+# layers
+
+
+class Norm(NamedTuple):
+    """The arguments of one ``torch.nn.functional.batch_norm``, and torch's own function."""
+
+    original: Callable[..., torch.Tensor]
+    input: torch.Tensor
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    def run(self) -> torch.Tensor:
+        """Run torch's function, or forward the call to the next interceptor."""
+        return self.original(*self[1:])
+
+    def run_by_itself(self) -> torch.Tensor:
+        """Run torch's function, without any other interceptor."""
+        return inspect.unwrap(self.original)(*self[1:])
+
+
+def _norm(interceptor: Interceptor) -> Patches:
+    """Every BatchNorm module calls it, including lazy ones and subclasses, and so do functional calls; InstanceNorm does not."""
+
+    def batch_norm(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        return interceptor.norm(Norm(wrapped, *args, **kwargs))
+
+    return [Patch(functional, "batch_norm", batch_norm, interceptor.traced_norm)]
+
+
 # modules and parameters
 
 
@@ -463,6 +498,44 @@ def _metric(interceptor: Interceptor) -> Patches:
     return [Patch(ReduceLROnPlateau, "step", step)]
 
 
+# metrics
+
+
+def _update_metric(interceptor: Interceptor) -> Patches:
+    """A metric and each clone of it have ``update`` as an attribute, so the method that makes it is patched, as of torchmetrics 1.9."""
+
+    def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
+        update = wrapped(*args, **kwargs)
+
+        @functools.wraps(update)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            return interceptor.update_metric(metric, lambda: update(*args, **kwargs))
+
+        return noted
+
+    return [when_imported("torchmetrics.metric", lambda module: [Patch(module.Metric, "_wrap_update", make_update)])]
+
+
+def _share_states(interceptor: Interceptor) -> Patches:
+    def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
+        members = dict(collection.items(keep_base=True, copy_state=False))
+        for names in collection.compute_groups.values():
+            interceptor.share_states([members[name] for name in names])
+        return wrapped(*args, **kwargs)
+
+    return [when_imported("torchmetrics.collections", lambda module: [Patch(module.MetricCollection, "compute", compute)])]
+
+
+def _syncs_metric(interceptor: Interceptor) -> Patches:
+    def sync(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> None:
+        if interceptor.syncs_metric(metric):
+            wrapped(*args, **kwargs)
+        else:
+            wrapped(*args[:3], **{**kwargs, "distributed_available": lambda: False})
+
+    return [when_imported("torchmetrics.metric", lambda module: [Patch(module.Metric, "sync", sync)])]
+
+
 # random numbers
 
 
@@ -532,6 +605,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "retain_grad": _retain_grad,
     "enter_autocast": _enter_autocast,
     "clip": _clip,
+    "norm": _norm,
     "made": _made,
     "set_mode": _set_mode,
     "moved": _moved,
@@ -546,6 +620,9 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "skips": skipping,
     "closure": closures,
     "metric": _metric,
+    "update_metric": _update_metric,
+    "share_states": _share_states,
+    "syncs_metric": _syncs_metric,
     "seeded": _seeded,
     "fresh_seed": _fresh_seed,
     "hides_group": _hides_group,

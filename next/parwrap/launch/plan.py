@@ -52,7 +52,7 @@ class Script:
         args: its arguments.
         kind: which of these ``target`` is.
         scope: the options of the ``distributed`` around it; ``None`` to only launch it.
-        decorators: other decorators of parwrap around it, each with its first argument.
+        decorators: other decorators of parwrap around it, each with its arguments.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 
@@ -60,7 +60,7 @@ class Script:
     args: tuple[str, ...] = ()
     kind: Literal["file", "module", "program"] = "file"
     scope: Mapping[str, Any] | None = None
-    decorators: Mapping[str, Any] = field(default_factory=dict)
+    decorators: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     hand_local_rank: bool = False
 
 
@@ -196,7 +196,10 @@ def _meeting_of_one_node(plan: LaunchPlan) -> str:
 def describe_script(script: Script) -> dict[str, str]:
     """What runs, and in which scope."""
     options = ", ".join(f"{name}={value!r}" for name, value in (script.scope or {}).items())
-    scopes = [f"parwrap.distributed({options})", *(f"parwrap.{name}({value!r})" for name, value in script.decorators.items())]
+    scopes = [
+        f"parwrap.distributed({options})",
+        *(f"parwrap.{name}({', '.join(map(repr, given))})" for name, given in script.decorators.items()),
+    ]
     return {
         {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
         "inside": "none: only launched" if script.scope is None else ", ".join(scopes),
@@ -279,7 +282,7 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
     return int(asked)
 
 
-def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, Any]) -> Script:
+def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, tuple[Any, ...]]) -> Script:
     target = arguments.training_script
     doctor = arguments.module and target == DOCTOR
     if (arguments.plain or doctor) and (options or around):
@@ -295,8 +298,8 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
     _look_for(target, arguments)
     try:
         Options(**options)
-        for name, value in around.items():
-            getattr(parwrap, name)(value)
+        for name, arguments_of in around.items():
+            getattr(parwrap, name)(*arguments_of)
     except UsageError as error:
         raise UsageError(f"{error} Your script's own options go after its name.") from None
     return Script(

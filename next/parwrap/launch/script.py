@@ -147,7 +147,8 @@ def _scope(script: Script) -> Iterator[None]:
 
     log, heard = os.environ.pop(LOG, None), os.environ.pop(ALL_RANKS, "") == "1"  # not for what the script starts
     with script_scope(log=log, heard=heard, **script.scope), ExitStack() as around:
-        for decorator in sorted((getattr(parwrap, name)(value) for name, value in script.decorators.items()), key=lambda each: each.layer):
+        opened = (getattr(parwrap, name)(*given) for name, given in script.decorators.items())
+        for decorator in sorted(opened, key=lambda each: each.layer):
             around.enter_context(decorator)
         yield
 

@@ -61,12 +61,12 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The arguments of ``argparse`` for each option of the scope."""
 
-
 DECORATORS: dict[str, dict[str, Any]] = {
     "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
     "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
+    "sync_bn": {"action": "store_true", "help": "Batch norms use the statistics of all ranks."},
 }
-"""The arguments of ``argparse`` for each decorator of parwrap around the script, whose first argument is the value of the option."""
+"""The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -85,10 +85,11 @@ def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}
 
 
-def decorators(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The decorators that ``arguments`` ask for, each with its first argument.
+def decorators(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """The decorators that ``arguments`` ask for, each with its arguments.
 
-    >>> decorators(argparse.Namespace(amp="bf16", seed=3))
-    {'amp': 'bf16'}
+    >>> decorators(argparse.Namespace(amp="bf16", sync_bn=True, seed=3))
+    {'amp': ('bf16',), 'sync_bn': ()}
     """
-    return {name: getattr(arguments, name) for name in DECORATORS if hasattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in DECORATORS if hasattr(arguments, name)}
+    return {name: () if value is True else (value,) for name, value in given.items()}

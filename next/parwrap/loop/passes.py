@@ -214,6 +214,13 @@ class Passes:
         training = self.training or self._last_training
         return training.in_flight[-1].samples if training is not None and training.in_flight else None
 
+    def is_stand_in(self, samples: int) -> bool:
+        """Whether a batch with that many samples, which the loop has, has weight 0: this rank has no part, and repeats a sample."""
+        training = self.training or self._last_training
+        if training is None or all(batch.weight for batch in training.in_flight):
+            return False
+        return not self.batch(lambda: [samples]).weight
+
     def batch(self, sizes: Callable[[], Iterable[int]]) -> Batch:
         """The batch that a backward trains on, for its weight.
 

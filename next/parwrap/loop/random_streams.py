@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "seed_all"]
+__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states"]
 
 Libraries = frozenset[str]
 
@@ -194,3 +194,19 @@ class RandomStreams:
         """Leave the process with the shared streams."""
         self.use(NONE)
         self._kept = {}
+
+
+def get_states() -> tuple[Any, ...]:
+    """The states of the streams that torch, numpy and Python draw on now."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), gpu
+
+
+def set_states(states: tuple[Any, ...]) -> None:
+    """Put back what :func:`get_states` returned."""
+    cpu, numpys, pythons, gpu = states
+    torch.set_rng_state(cpu)
+    np.random.set_state(numpys)
+    random.setstate(pythons)
+    if gpu is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(gpu)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Structure", "described", "difference", "digest", "mapped", "mixed_dtypes", "number_dtype"]
+__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
 
 MOST_NAMED = 3
 """The most differences that an error names."""
@@ -64,6 +64,18 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
             object.__setattr__(copied, each.name, mapped(getattr(x, each.name), leaf))
         return copied
     return leaf(x)
+
+
+def leaves(x: Any) -> dict[str, Any]:
+    """The leaves of ``x``, by their expressions.
+
+    >>> leaves({"loss": 0.5, "hits": [1, 2]})
+    {"['hits'][0]": 1, "['hits'][1]": 2, "['loss']": 0.5}
+    """
+    inner = _entries(x)
+    if inner is None:
+        return {"": x}
+    return {name + place: leaf for name, value in inner for place, leaf in leaves(value).items()}
 
 
 def described(x: Any) -> Structure:

@@ -51,6 +51,7 @@ class GradientAverager:
         number: identifies the set on all ranks.
         parameters: the leaf tensors, in the order of the model; the same on every rank.
         sparse: the ids of those that get sparse gradients.
+        at_end: called when a backward has reached its end, before it waits for the averages.
         sender: makes the hook that sends a bucket in fewer bytes, given the signal, which must arrive exactly; ``None`` sends it as it is.
         options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
 
@@ -69,6 +70,7 @@ class GradientAverager:
         number: int,
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
+        at_end: Callable[[], None],
         sender: Callable[[torch.Tensor], Hook] | None = None,
         **options: Any,
     ) -> None:
@@ -77,7 +79,7 @@ class GradientAverager:
                 f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
                 "those of one kind of device. Move the whole model to one: model.to('cuda')."
             )
-        self.parameters, self.number, self._sparse = tuple(parameters), number, sparse
+        self.parameters, self.number, self._sparse, self._at_end = tuple(parameters), number, sparse, at_end
         self.ids = frozenset(map(id, self.parameters))
         self.has_local = False
         self.grows = False
@@ -158,6 +160,7 @@ class GradientAverager:
 
     def _report(self) -> torch.Tensor:
         """This rank's bits and numbers: the gradient of the signal, for which autograd asks when all others are there."""
+        self._at_end()
         reached = self._reached()
         facts = self._facts.clone()
         if self.grows:

@@ -148,6 +148,7 @@ class Sites:
             number,
             parameters,
             frozenset(id(p) for p, flag in zip(parameters, is_sparse, strict=True) if flag),
+            loop.same_step.averages,
             compressing(options),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,

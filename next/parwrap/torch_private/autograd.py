@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_backward", "input_metadata", "is_transformed", "saved_sparse", "tensor_hooks", "view_base"]
+__all__ = [
+    "current_transform",
+    "in_backward",
+    "input_metadata",
+    "is_transformed",
+    "saved_sparse",
+    "tensor_hooks",
+    "tracing_state",
+    "view_base",
+]
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable] | None] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``, by their numbers, in the order in which they run. Publicly, they can only be added and removed."""
@@ -21,6 +30,12 @@ input_metadata: Callable[[Any], tuple[Any, ...]] = attrgetter("_input_metadata")
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not make that public."""
+
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost running transform, such as ``vmap`` or ``grad``, or ``None``. ``torch.func`` does not make it public."""
+
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+"""The trace of ``torch.jit.trace`` that is being recorded, or ``None``. ``torch.jit.is_tracing`` would add a call to each forward."""
 
 
 def in_backward() -> bool:

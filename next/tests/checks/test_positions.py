@@ -11,7 +11,7 @@ import pytest
 from parwrap.checks.positions import Page, Positions, State, apart
 from parwrap.errors import LockstepError
 
-RUNS, BACKWARD, CONTROL, ENDED, RAISED = State
+RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,20 @@ RUNS, BACKWARD, CONTROL, ENDED, RAISED = State
         (Page(3, CONTROL, 5, 2), Page(4, BACKWARD, 7, 1), True),  # it has begun a backward that comes after mine
         (Page(3, CONTROL, 5, 2), Page(3, BACKWARD, 7, 1), False),  # it has not left the last one yet
         (Page(3, CONTROL, 5, 2), Page(3, ENDED, 0, 1), True),
+        (Page(3, CONTROL, 5, 2), Page(3, AVERAGES, 7, 1), False),  # it has not left the last backward yet
+        # I am about to send a message inside of my third backward
+        (Page(3, INNER, 5, 2), Page(3, BACKWARD, 7, 1), False),  # it is on its way
+        (Page(3, INNER, 5, 2), Page(3, INNER, 5, 2), False),
+        (Page(3, INNER, 5, 2), Page(3, INNER, 6, 2), True),  # it sends another
+        (Page(3, INNER, 5, 2), Page(3, AVERAGES, 7, 1), True),  # its backward has reached the end without that message
+        (Page(3, INNER, 5, 2), Page(2, AVERAGES, 7, 1), False),  # it has not left the last backward yet
+        (Page(3, INNER, 5, 2), Page(3, CONTROL, 6, 2), True),
+        # my third backward has reached its end
+        (Page(3, AVERAGES, 7, 1), Page(3, INNER, 5, 2), True),
+        (Page(3, AVERAGES, 7, 2), Page(3, INNER, 5, 2), False),  # I have sent it
+        (Page(3, AVERAGES, 7, 1), Page(3, BACKWARD, 7, 1), False),
+        (Page(3, AVERAGES, 7, 1), Page(3, BACKWARD, 8, 1), True),
+        (Page(3, AVERAGES, 7, 1), Page(3, CONTROL, 5, 2), False),  # it has left this backward
     ],
 )
 def test_two_ranks_can_never_meet(mine, other, expected):

@@ -86,6 +86,49 @@ def test_ranks_that_come_apart_end_with_both_places_and_the_remedy(tmp_path, par
     assert ["finally-0", "finally-1"] == finals(tmp_path)
 
 
+NORMALIZES = """
+import parwrap, torch
+norms = [torch.nn.BatchNorm1d(2) for _ in range(3)]
+for step in range(3):
+    x = torch.randn(4, 2)
+    for number, norm in enumerate(norms):
+        if step < 2 or number != 1 + parwrap.rank():
+            x = norm(x)
+"""
+
+
+def test_ranks_in_different_batch_norms_end_with_both_places(parwrap_run, script):
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", "--sync-bn", script(NORMALIZES))
+
+    assert 1 == status
+    assert "rank 0 is in batch norm 3 of 2 channels at train.py:8" in stderr
+    assert "rank 1 is in batch norm 2 of 2 channels at train.py:8" in stderr
+
+
+LEAVES_A_NORM_OUT = """
+import parwrap, torch
+first, norm, last = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
+parameters = [*first.parameters(), *norm.parameters(), *last.parameters()]
+optimizer = torch.optim.SGD(parameters, 0.1)
+for step in range(4):
+    x = first(torch.randn(4, 2))
+    normed = norm(x)
+    last(normed if step < 3 or parwrap.rank() else x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_loss_that_leaves_out_a_batch_norm_on_one_rank_ends_with_both_places(parwrap_run, script):
+    """The other rank waits inside of its backward for a message that never comes."""
+    began = time.monotonic()
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", "--sync-bn", script(LEAVES_A_NORM_OUT))
+
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert 1 == status
+    assert "rank 0 waits for the gradients of the backward at train.py:9 (backward 4)" in stderr
+    assert "rank 1 is in the gradient of batch norm 1 in the backward at train.py:9 (backward 4)" in stderr
+
+
 def test_a_rank_that_raises_is_named_with_the_place_where_the_other_waits(tmp_path, parwrap_run, script):
     path = train(script, RAISES)
     began = time.monotonic()

@@ -67,3 +67,20 @@ def test_it_is_known_whether_a_backward_runs():
     weight.sum().backward()
 
     assert ([True], False) == (seen, autograd.in_backward())
+
+
+def test_a_running_transform_is_found():
+    found = []
+    torch.vmap(lambda x: found.append(autograd.current_transform() is not None) or x)(torch.ones(2))
+
+    assert [True] == found
+    assert autograd.current_transform() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_running_trace_is_found():
+    found = []
+    torch.jit.trace(lambda x: found.append(autograd.tracing_state() is not None) or x * 1, torch.ones(2), check_trace=False)
+
+    assert found[0]
+    assert autograd.tracing_state() is None

@@ -1,0 +1,316 @@
+"""Which batches of an evaluation each rank reads, so that together they read each sample once (contract, rule 9).
+
+Where batches are made of indices, each rank reads a block of consecutive ones, so that the ranks' results in order are those of one
+process. Of a stream, whose end is unknown, the ranks take turns. Batches are those of one process and are never cut. A rank without a part
+stands in: it reads the first batch, so that the function runs to its end as on any other rank, and its result is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from inspect import unwrap
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from parwrap.data.samplers import block, copied_with
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.random_streams import get_states, set_states
+from parwrap.places import script_place
+from parwrap.ranks.group import is_alone
+
+__all__ = ["Evaluation", "Reading", "check", "rows_of"]
+
+MOST = 10**7
+"""The most batches of one pass; an endless sampler never ends."""
+
+
+class Blocks:
+    """A sampler that draws everything from ``within`` at once and yields the part of it that ``chosen`` returns.
+
+    >>> list(Blocks([[0, 1], [2, 3], [4]], lambda drawn: drawn[1:]))
+    [[2, 3], [4]]
+    """
+
+    def __init__(self, within: Iterable, chosen: Callable[[list], list]) -> None:
+        self.within, self._chosen = within, chosen
+
+    def __iter__(self) -> Iterator:
+        yield from self._chosen(list(islice(self.within, MOST + 1)))  # at the first next, as torch's samplers draw
+
+
+class Counted(NamedTuple):
+    """A ``collate_fn`` that also returns how many samples are in the batch that ``collate`` makes."""
+
+    collate: Callable[[list], Any]
+
+    def __call__(self, samples: list) -> tuple[int, Any]:
+        return len(samples), self.collate(samples)
+
+
+class Turns:
+    """Every ``readers``-th batch of a stream, from the ``rank``-th on; all ranks draw the whole stream.
+
+    A rank that gets no turn before the end yields the first batch.
+
+    Args:
+        batches: the stream.
+        most: the number of ranks.
+        begin: a function, called with up to ``most`` first batches; returns ``rank`` and ``readers``.
+        ended: a function, called with the number of batches when the stream has ended.
+
+    >>> list(Turns(iter("abcde"), 2, lambda first: (1, 2), print))
+    5
+    ['b', 'd']
+    """
+
+    def __init__(self, batches: Iterator, most: int, begin: Callable[[list], tuple[int, int]], ended: Callable[[int], None]) -> None:
+        self._batches, self._most, self._begin, self._ended = batches, most, begin, ended
+        self._states: Any = None
+
+    def __iter__(self) -> Iterator:
+        first = self._drawn(self._most)
+        rank, readers = self._begin(first)
+        drawn = len(first)
+        yield from first[rank::readers] if rank < readers else first[:1]
+        del first
+        while turn := self._drawn(readers - drawn % readers):
+            ours = (rank - drawn) % readers
+            drawn += len(turn)
+            if rank < readers and ours < len(turn):
+                yield turn[ours]
+        set_states(self._states)
+        self._ended(drawn)
+
+    def _drawn(self, most: int) -> list:
+        """The next batches, drawn from the stream's own random states: what the script draws in between differs between ranks."""
+        running = get_states()
+        if self._states is not None:
+            set_states(self._states)
+        drawn = list(islice(self._batches, most))
+        self._states = get_states()
+        set_states(running)
+        return drawn
+
+
+@dataclass
+class Reading:
+    """One pass over a loader, as one rank has read it.
+
+    Attributes:
+        place: the line of the script where it began.
+        in_turn: whether batches were dealt out one by one, rather than in blocks.
+        batches: the batches of the whole pass; ``None`` until its end is known.
+        planned: the number of them for this rank.
+        read: the number of batches read.
+        sizes: the samples in each of them.
+        rows: the sum of the first dimensions read, if the loader does not batch; otherwise 0.
+        same: a digest of what must be the same on all ranks.
+    """
+
+    place: str
+    in_turn: bool = False
+    batches: int | None = None
+    planned: int | None = None
+    read: int = 0
+    sizes: list[int] = field(default_factory=list)
+    rows: int = 0
+    same: str = ""
+
+
+class Evaluation(Interceptor):
+    """Divides what one call of a function reads.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        begins: called with the loader when a pass begins, on all ranks.
+        divides: whether each rank reads a part; otherwise it reads everything.
+
+    Attributes:
+        readers: the number of ranks with a part; those above stand in.
+        readings: the passes in order.
+        within: whether another evaluation has run inside it.
+        asleep: whether another one runs inside it now.
+    """
+
+    def __init__(self, rank: int, size: int, begins: Callable[[DataLoader], None], divides: bool = True) -> None:
+        self._rank, self._size, self._begins, self._divides = rank, size, begins, divides
+        self.readers = size
+        self.readings: list[Reading] = []
+        self.within = self.asleep = False
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this rank has no part."""
+        return self._divides and self._rank >= self.readers
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        original = unwrap(original)  # torch's own: what this loader's passes train on is not asked
+        if get_worker_info() is not None or is_alone() or self.asleep:
+            return original(loader)
+        if self.within:
+            raise UsageError(
+                "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result "
+                "already covers all ranks: decorate only one of them."
+            )
+        _refuse_unreadable(loader)
+        self._begins(loader)
+        reading = Reading(str(script_place()))
+        self.readings.append(reading)
+        if not self._divides:
+            return _counting(original(loader), reading)
+        return (
+            self._in_turn(loader, original, reading)
+            if isinstance(loader.dataset, IterableDataset)
+            else self._block(loader, original, reading)
+        )
+
+    def _block(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
+        batched = loader.batch_sampler is not None
+
+        def chosen(drawn: list) -> list:
+            if len(drawn) > MOST:
+                raise _endless()
+            sizes = [len(each) if batched or isinstance(each, (list, tuple)) else 1 for each in drawn]
+            reading.batches, reading.same = len(drawn), _digest(drawn)
+            readers = self._begin(len(drawn))
+            mine = block(len(drawn), self._rank, readers) if self._rank < readers else range(min(1, len(drawn)))
+            reading.planned, reading.sizes = len(mine), [sizes[number] for number in mine]
+            return [drawn[number] for number in mine]
+
+        name = "batch_sampler" if batched else "sampler"
+        return _counting(original(copied_with(loader, **{name: Blocks(getattr(loader, name), chosen)})), reading, rows=not batched)
+
+    def _in_turn(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
+        batched = loader.batch_sampler is not None
+        counted = copied_with(loader, collate_fn=Counted(loader.collate_fn)) if batched else loader
+        reading.in_turn = True
+
+        def begin(first: list) -> tuple[int, int]:
+            readers = self._begin(len(first))
+            reading.planned = min(1, len(first))
+            return self._rank, readers
+
+        def ended(batches: int) -> None:
+            reading.batches = batches
+            if self._rank < self.readers:
+                reading.planned = len(range(self._rank, batches, self.readers))
+
+        for item in _counting(iter(Turns(original(counted), self._size, begin, ended)), reading, rows=not batched):
+            size, batch = item if batched else (1, item)
+            reading.sizes.append(size)
+            yield batch
+
+    def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
+        """Inside an evaluation, lengths are those of all the data."""
+        return unwrap(original)(loader)
+
+    def backward(self, call: Backward) -> None:
+        if self.asleep or is_alone():
+            call.run()
+            return
+        raise UsageError(
+            f"{script_place()} calls backward inside a function decorated with @parwrap.evaluate, where ranks read different numbers of "
+            "batches: train outside of it, or remove the decorator. For the gradient of an input, use torch.autograd.grad."
+        )
+
+    def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
+        """Ranks sum up their states of metrics of torchmetrics, so a rank that stands in updates none."""
+        return None if self.stands_in and not self.asleep else update()
+
+    def _begin(self, batches: int) -> int:
+        """The number of ranks that have a part of a pass of at least ``batches``."""
+        readers = min(self.readers, batches) or self.readers
+        if readers < self.readers and any(reading.planned for reading in self.readings):
+            raise UsageError(
+                f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a "
+                "larger one. Some ranks have a part of the larger one but no part of this one: read the smallest loader first, or "
+                "decorate one function per loader."
+            )
+        self.readers = readers
+        return readers
+
+
+def _counting(batches: Iterator, reading: Reading, rows: bool = False) -> Iterator:
+    for batch in batches:
+        reading.read += 1
+        if rows:
+            reading.rows += rows_of(batch)
+        yield batch
+
+
+def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
+    """Check that the ranks' passes together equal those of one process, and return them.
+
+    Raises:
+        RankMismatchError: the ranks have read different things.
+        UsageError: a rank did not read its part to the end.
+    """
+    if len({len(readings) for readings in ranks}) > 1:
+        numbers = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))
+        raise RankMismatchError(f"the ranks iterated over loaders a different number of times in an evaluation: {numbers}.")
+    begun = [of_all for of_all in zip(*ranks, strict=True) if any(reading.read for reading in of_all)]
+    for of_all in begun:
+        place = of_all[0].place
+        if len({reading.same for reading in of_all}) > 1:
+            raise RankMismatchError(
+                f"the ranks drew different samples to evaluate at {place}: seed the generator of the sampler alike on all ranks."
+            )
+        for rank, reading in enumerate(of_all):
+            if reading.batches is None or reading.planned is None or reading.read < reading.planned:
+                of = "" if reading.in_turn else f" of its {reading.planned}"
+                raise UsageError(
+                    f"a pass was not read to its end in an evaluation at {place}: rank {rank} read {reading.read}{of} batches, "
+                    "and it is unknown which ones a single process would have read. Use a loader that contains only what you read, such "
+                    "as one over a Subset."
+                )
+        if len({reading.batches for reading in of_all}) > 1:
+            numbers = ", ".join(f"{reading.batches} on rank {rank}" for rank, reading in enumerate(of_all))
+            raise RankMismatchError(f"the ranks drew different numbers of batches to evaluate at {place}: {numbers}.")
+    return [list(readings) for readings in zip(*begun, strict=True)] or [[] for _ in ranks]
+
+
+def _refuse_unreadable(loader: DataLoader) -> None:
+    """Raise :class:`UsageError` for a loader that the ranks cannot read once, together."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UsageError(
+            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which repeats or drops "
+            "samples: remove it, because @parwrap.evaluate divides the samples itself and uses each one once."
+        )
+    draws: Any = sampler if loader.batch_sampler is None else loader.batch_sampler
+    if not isinstance(loader.dataset, IterableDataset) and hasattr(draws, "__len__") and len(draws) > MOST:
+        raise _endless()
+
+
+def _endless() -> UsageError:
+    return UsageError(f"a loader has more than {MOST} batches, and an evaluation reads it to its end: use a sampler that ends.")
+
+
+def _digest(drawn: list) -> str:
+    octets = blake2b(digest_size=16)
+    for each in drawn:
+        octets.update(repr(each).encode())
+    return octets.hexdigest()
+
+
+def rows_of(item: Any) -> int:
+    """The first dimension of a loader's item; 1 if it has none.
+
+    >>> rows_of({"x": [torch.zeros(3, 2)]}), rows_of("text")
+    (3, 1)
+    """
+    if isinstance(item, (torch.Tensor, np.ndarray)):
+        return item.shape[0] if item.ndim else 1
+    inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    found = (each for each in inner if isinstance(each, (torch.Tensor, np.ndarray, dict, list, tuple)))
+    return next((rows_of(each) for each in found), 1)

@@ -1,0 +1,263 @@
+"""Batches of sequences: ``pad_collate`` pads samples to the longest of a batch, ``trimmed`` cuts batches that are padded too far.
+
+Trimming helps if a dataset or the script's own ``collate_fn`` pads all samples to the same maximum length. Only columns that are padding in
+every tensor are cut off. ``lengths.py`` decides which samples form a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from parwrap.errors import UsageError
+
+__all__ = ["Trimmed", "pad_collate", "trimmed"]
+
+USUAL = {"labels": -100}
+"""Default padding values of fields by name: the index that torch's losses ignore."""
+
+
+class pad_collate:
+    """Make a batch of samples whose sequences differ in length, for ``DataLoader(collate_fn=...)``.
+
+    A sample is a sequence, or a tuple, list or dict of fields. Sequences are tensors and arrays, padded along their first dimension, and
+    lists of numbers. ``default_collate`` handles fields that are not sequences or all have the same shape, such as labels.
+
+    Args:
+        pad_value: the padding value, or a dict from the name or position of a field to its value. Other fields are padded with 0, and
+            ``labels`` with -100.
+        multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence of
+            a sample and to others that always have the same length as it.
+        attention_mask: whether to add a mask of ones for tokens and zeros for padding. It is that of the field ``input_ids``, or of the
+            first sequence, and becomes ``attention_mask`` in a dict, or the last of the fields. By default for dicts with ``input_ids`` and
+            no mask.
+        fields: names or positions of the sequences; detected by default.
+
+    Raises:
+        UsageError: an invalid option; in a batch: dimensions other than the first differ, or the sequences' dtype cannot hold the padding
+            value.
+
+    >>> pad_collate()([(torch.tensor([1, 2, 3]), 0), (torch.tensor([4]), 1)])
+    [tensor([[1, 2, 3],
+            [4, 0, 0]]), tensor([0, 1])]
+    >>> pad_collate(pad_value=9)([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    {'input_ids': tensor([[1, 2],
+            [3, 9]]), 'attention_mask': tensor([[1, 1],
+            [1, 0]])}
+    """
+
+    def __init__(
+        self,
+        pad_value: float | Mapping[Any, float] = 0,
+        multiple_of: int = 1,
+        attention_mask: bool | None = None,
+        fields: Sequence[Any] | None = None,
+    ) -> None:
+        values = pad_value.values() if isinstance(pad_value, Mapping) else [pad_value]
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise UsageError(
+                f"pad_value={pad_value!r} is neither a number nor a dict from field to number. In a DataLoader, write "
+                "collate_fn=pad_collate()."
+            )
+        if not (isinstance(multiple_of, int) and multiple_of > 0):
+            raise UsageError(f"multiple_of={multiple_of!r} is not a positive integer.")
+        if isinstance(fields, str):
+            raise UsageError(f"fields={fields!r} is a single name: pass a list of names, such as [{fields!r}].")
+        self.pad_value, self.multiple_of, self.attention_mask = pad_value, multiple_of, attention_mask
+        self.fields = None if fields is None else tuple(fields)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return self._collated(samples, masked=self.attention_mask)
+
+    def _collated(self, samples: Any, masked: bool | None) -> Any:
+        """Make a batch of ``samples``, or of one field's values, with or without a mask; ``None`` for the default."""
+        first = samples[0]
+        if _is_sequence(first):
+            padded = self._padded(None, samples, rounded=True)
+            return [padded, _mask(samples, padded.shape[1])] if masked else padded
+        if isinstance(first, Mapping):
+            columns = {name: [sample[name] for sample in samples] for name in first}
+        elif isinstance(first, (tuple, list)):
+            columns = dict(enumerate(zip(*samples, strict=True)))  # type: ignore[arg-type]
+        else:
+            return default_collate(samples)
+        sequences = [name for name in columns if self._pads(name, columns[name])]
+        measure: Any = "input_ids" if "input_ids" in sequences else sequences[0] if sequences else None
+        batch: dict[Any, Any] = {}
+        for name, column in columns.items():
+            if name in sequences:
+                batch[name] = self._padded(name, column, rounded=_lengths(column) == _lengths(columns[measure]))
+            elif _is_sequence(column[0]):
+                batch[name] = default_collate(column)
+            else:
+                batch[name] = self._collated(column, masked=None if masked is None else False)
+        usual = isinstance(first, Mapping) and measure == "input_ids"
+        if sequences and "attention_mask" not in batch and (usual if masked is None else masked):
+            batch["attention_mask"] = _mask(columns[measure], batch[measure].shape[1])
+        return _like(first, batch)
+
+    def _pads(self, name: Any, column: Sequence[Any]) -> bool:
+        return _is_sequence(column[0]) and (self.fields is None or name in self.fields)
+
+    def _padded(self, name: Any, column: Sequence[Any], rounded: bool) -> torch.Tensor:
+        """One tensor of sequences, padded if they differ in length, or if their length is ``rounded``."""
+        tensors = _tensors(column)
+        shapes = {tensor.shape[1:] for tensor in tensors}
+        if len(shapes) > 1:
+            field = "the samples" if name is None else f"the field {name!r}"
+            found = " and ".join(sorted({str(tuple(tensor.shape)) for tensor in tensors})[:2])
+            raise UsageError(
+                f"{field} of a batch have shapes {found}: only the first dimension can be padded, so the others must be equal."
+            )
+        longest = max(map(len, tensors))
+        if rounded or any(len(tensor) != longest for tensor in tensors):
+            longest = -(-longest // self.multiple_of) * self.multiple_of
+        if all(len(tensor) == longest for tensor in tensors):
+            return default_collate(tensors)
+        value = self._value(name)
+        batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
+        if not batch.is_floating_point() and batch.new_full((), value).item() != value:
+            raise UsageError(f"sequences of {batch.dtype} cannot be padded with {value!r}: choose another pad_value, or convert them.")
+        for row, tensor in zip(batch, tensors, strict=True):
+            row[: len(tensor)] = tensor
+        return batch
+
+    def _value(self, name: Any) -> float:
+        if isinstance(self.pad_value, Mapping):
+            return self.pad_value.get(name, USUAL.get(name, 0))
+        return 0 if name in ("attention_mask", "token_type_ids") else USUAL.get(name, self.pad_value)
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.ndim > 0
+    return isinstance(value, list) and all(isinstance(each, (bool, int, float, np.number)) for each in value)
+
+
+def _lengths(column: Sequence[Any]) -> list[int]:
+    return [len(each) for each in column]
+
+
+def _tensors(column: Sequence[Any]) -> list[torch.Tensor]:
+    """``column`` as tensors of one dtype that can hold all of them, because an empty list has no dtype of its own."""
+    tensors = [torch.as_tensor(each) for each in column]
+    dtypes = {tensor.dtype for tensor, each in zip(tensors, column, strict=True) if not isinstance(each, list) or each}
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else tensors[0].dtype
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _mask(column: Sequence[Any], length: int) -> torch.Tensor:
+    return (torch.arange(length) < torch.tensor(_lengths(column))[:, None]).long()
+
+
+def _like(sample: Any, batch: dict[Any, Any]) -> Any:
+    """The fields of a ``batch`` in the container that ``default_collate`` chooses for such a ``sample``."""
+    if isinstance(sample, Mapping):
+        if type(sample) is dict or not isinstance(sample, MutableMapping):
+            return batch
+        container = copy.copy(sample)
+        container.update(batch)
+        return container
+    return type(sample)(*batch.values()) if hasattr(sample, "_fields") and len(batch) == len(sample) else list(batch.values())
+
+
+# batches that are padded too far
+
+
+class Trimmed:
+    """A ``collate_fn`` whose batches are trimmed.
+
+    Args:
+        collate: the function that makes a batch.
+        pad_value, multiple_of: see :func:`trimmed`.
+        field: the name or position of the sequences in a batch; ``None`` to search for them.
+    """
+
+    def __init__(self, collate: Callable[[list], Any], pad_value: float | None, multiple_of: int, field: Any = None) -> None:
+        self.collate, self.pad_value, self.multiple_of, self.field = collate, pad_value, multiple_of, field
+
+    def __call__(self, samples: list) -> Any:
+        return trimmed(self.collate(samples), self.pad_value, self.multiple_of, self.field)
+
+
+def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: Any = None) -> Any:
+    """``batch`` without the columns that are padding in all rows of its sequences.
+
+    The lengths of sequences come from ``attention_mask``, if present. Otherwise they are found by ``pad_value`` at the end of the sequences
+    in ``field``, or in the first integer tensor with rows and columns. All tensors of that shape are cut at the same column, if they
+    contain a single value from there on.
+
+    >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
+    [tensor([[5, 6],
+            [7, 0]]), tensor([0, 1])]
+    """
+    real = _real(batch, pad_value, field)
+    if real is None or not real.numel():
+        return batch
+    shape = real.shape
+    last = int(real.any(dim=0).nonzero().max()) + 1 if real.any() else 1
+    length = min(-(-last // multiple_of) * multiple_of, shape[1])
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[:2] != shape:
+            return tensor
+        rest = tensor[:, length:]
+        return tensor[:, :length].contiguous() if bool((rest == rest.flatten()[0]).all()) else tensor
+
+    return batch if length == shape[1] else _mapped(batch, cut)
+
+
+def _real(batch: Any, pad_value: float | None, field: Any) -> torch.Tensor | None:
+    """A mask of the positions, by row and column, that are not padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask != 0
+    if pad_value is None:
+        return None
+    if field is None:
+        found = next((each for each in _tensors_in(batch) if each.ndim == 2 and not each.is_floating_point()), None)
+    else:
+        found = _field_of(batch, field)
+    if not isinstance(found, torch.Tensor) or found.ndim < 2:
+        return None
+    real = found != pad_value
+    return real.flatten(2).any(dim=2) if found.ndim > 2 else real
+
+
+def _field_of(batch: Any, field: Any) -> Any:
+    try:
+        return batch[field]
+    except (KeyError, IndexError, TypeError):
+        return None  # the user's collate_fn has made something else
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for each in batch.values():
+            yield from _tensors_in(each)
+    elif isinstance(batch, (list, tuple)):
+        for each in batch:
+            yield from _tensors_in(each)
+
+
+def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``batch`` with ``function`` applied to all tensors in it; its containers stay the same."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, MutableMapping):
+        for name, each in batch.items():
+            batch[name] = _mapped(each, function)
+    elif isinstance(batch, list):
+        batch[:] = [_mapped(each, function) for each in batch]
+    elif isinstance(batch, tuple):
+        values = [_mapped(each, function) for each in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    return batch

@@ -1,0 +1,181 @@
+"""Losses over the batches of all ranks: ``gather_with_grad`` gathers what they compare, ``mean_over_ranks`` divides by the count of all."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from parwrap.decorators.distributed import open_passes, trains_apart
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.loop.losses import leading_sizes
+from parwrap.norm.exchange import Statistics, statistics_of
+from parwrap.ranks.agreement import agree, home
+from parwrap.ranks.collectives import group_for, reduce_sum
+from parwrap.ranks.group import Group, is_alone, world_size
+from parwrap.ranks.structures import difference
+from parwrap.torch_private.autograd import in_backward
+
+__all__ = ["gather_with_grad", "mean_over_ranks"]
+
+KIND = "parwrap.gather_with_grad"
+
+
+def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
+    """Gather the rows of every rank's ``x``, in the order of ranks, on every rank. Gradients flow back to the rank that a row came from.
+
+    Use it for losses over pairs of samples, such as those of CLIP and SupCon. On every rank, compute the loss of the whole batch from the
+    gathered rows; ``backward`` then leaves the gradient that a single process with the whole batch would compute.
+
+    Args:
+        x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
+
+    Returns:
+        A tensor with the rows of all ranks along dimension 0, on the device of ``x``. ``x`` itself on one rank, in a pass that every rank
+        reads whole, and with ``strategy="none"``.
+
+    Raises:
+        UsageError: ``x`` is not a tensor with rows, or the call is in a checkpoint that the backward recomputes.
+        RankMismatchError: dtypes or shapes of rows differ; on every rank, with the difference.
+
+    >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
+    tensor([[1.],
+            [2.]])
+    """
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(f"parwrap.gather_with_grad() takes a tensor, not {type(x).__name__}: call it once for each tensor.")
+    if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):
+        what = f"one of shape {list(x.shape)}, {x.dtype}, {x.layout}"
+        raise UsageError(
+            "parwrap.gather_with_grad() takes a dense tensor with one row per sample, and with a real dtype if it requires a gradient, "
+            f"not {what}."
+        )
+    return cast(torch.Tensor, _from_all_ranks(x))
+
+
+def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    """Return a loss whose averaged gradient is that of the mean over all tokens or samples that the ranks count.
+
+    A mean of the ranks' means would give a token on a rank with few tokens more weight than one on a rank with many.
+
+    Args:
+        loss_sum: the sum of this rank's losses; a scalar.
+        count: the number of tokens or samples in it; may be 0.
+
+    Returns:
+        ``loss_sum`` times the number of ranks over the count of all ranks; 0 if nothing is counted. On one rank, the mean.
+
+    Raises:
+        UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is not a non-negative number.
+
+    >>> mean_over_ranks(torch.tensor(6.0), 3)
+    tensor(2.)
+    """
+    if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
+        what = f"one of shape {list(loss_sum.shape)}" if isinstance(loss_sum, torch.Tensor) else type(loss_sum).__name__
+        raise UsageError(f"mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not {what}.")
+    number = float(count)
+    if not (number >= 0 and math.isfinite(number)):
+        raise UsageError(f"mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not {count!r}.")
+    if is_alone() or trains_apart() or _reads_whole():
+        return loss_sum * (1 / number if number else 0.0)
+    passes, weight = open_passes(), 1.0
+    if passes is not None and passes.in_weighted_batch:  # the strategy multiplies the loss by it
+        weight = passes.batch(lambda: leading_sizes([loss_sum])).weight
+    total = reduce_sum(number if weight else 0.0)
+    return loss_sum * (world_size() / total / weight if total and weight else 0.0)
+
+
+def _reads_whole() -> bool:
+    """Whether the innermost open pass is one that every rank reads whole."""
+    passes = open_passes()
+    innermost = None if passes is None else passes.innermost
+    return innermost is not None and not innermost.shared
+
+
+# gather_with_grad
+
+
+@torch.compiler.disable
+def _from_all_ranks(x: torch.Tensor) -> torch.Tensor:
+    group = None if trains_apart() or _reads_whole() else group_for("gather_with_grad")
+    if group is None:
+        return x
+    if in_backward():
+        raise UsageError(
+            "parwrap.gather_with_grad() runs in a checkpoint that is recomputed in the backward pass, where ranks wait for each other's "
+            "gradients: call it outside of the checkpointed part."
+        )
+    passes = open_passes()
+    if passes is not None and passes.is_stand_in(len(x)):
+        x = x[:0]
+    requires_grad = x.requires_grad and torch.is_grad_enabled()
+    rows = _agreed_rows(x, requires_grad, group)
+    if not requires_grad:
+        return _sent(x, rows, group)
+    sums = _sums.get(dist.group.WORLD)
+    if sums is None:
+        sums = _sums[dist.group.WORLD] = statistics_of(tuple(range(group.world.size)))
+    sums.check_now()
+    return _Gathered.apply(x, rows, group, sums)
+
+
+_sums: weakref.WeakKeyDictionary[Any, Statistics] = weakref.WeakKeyDictionary()
+"""What sums up the gradients of all ranks, by the process group of all ranks. It never uses the group that averages gradients."""
+
+
+def _agreed_rows(x: torch.Tensor, requires_grad: bool, group: Group) -> list[int]:
+    """The number of rows of each rank, once all rows are alike.
+
+    Raises:
+        RankMismatchError: they are not.
+    """
+    alike = {"each row": f"{list(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}", "requires_grad": str(requires_grad)}
+
+    def error(all_ranks: list[Any]) -> RankMismatchError | None:
+        different = difference(dict(enumerate(structure for structure, _ in all_ranks)))
+        if not different:
+            return None
+        return RankMismatchError(
+            f"{KIND}() got different structures on different ranks: {different}. Only the first dimension may differ between ranks."
+        )
+
+    details = alike, len(x)
+    differing = agree(group, KIND, crc32(repr(details).encode()), lambda: details, error)
+    return [len(x)] * group.world.size if differing is None else [rows for _, rows in differing]
+
+
+def _sent(x: torch.Tensor, rows: Sequence[int], group: Group) -> torch.Tensor:
+    """The rows of all ranks, sent as bytes, with parts padded to the longest: not every backend supports every dtype."""
+    row_bytes = math.prod(x.shape[1:]) * x.element_size()
+    mine = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    part = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=home(group))
+    part[: len(mine)] = mine
+    gathered = part.new_empty(len(rows), len(part))
+    if len(part):
+        with group.control_message(KIND):
+            dist.all_gather(list(gathered), part)
+    together = torch.cat([each[: count * row_bytes] for each, count in zip(gathered, rows, strict=True)])
+    return together.to(x.device).view(x.dtype).view(sum(rows), *x.shape[1:])
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Sequence[int], group: Group, sums: Statistics) -> torch.Tensor:
+        ctx.rows, ctx.rank, ctx.sums = rows, group.world.rank, sums
+        return _sent(x, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of this rank's rows, from the losses of all ranks."""
+        exact = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+        total = ctx.sums.nameless.summed(exact.reshape(-1)).view_as(gradient)
+        first = sum(ctx.rows[: ctx.rank])
+        return total[first : first + ctx.rows[ctx.rank]].to(gradient.dtype), None, None, None

@@ -1,0 +1,575 @@
+"""``@evaluate``: the ranks of a plain ``evaluate(model, loader)`` together read each sample once, and return what one process would.
+
+``data/evaluation.py`` divides the data, ``data/merging.py`` merges the ranks' results and compares them with those of the whole.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import io
+import os
+import pickle
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from parwrap.data.evaluation import Evaluation, check
+from parwrap.data.merging import REDUCTIONS, Part, Passed, compared, merged
+from parwrap.decorators.distributed import evaluating, trains_apart
+from parwrap.decorators.scope import Call, ScopeDecorator, decorators_of, describe, module_of
+from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line
+from parwrap.intercept.patch import Patch, installed
+from parwrap.intercept.torch_calls import intercepting
+from parwrap.loop.random_streams import get_states, set_states
+from parwrap.places import warn
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.collectives import gather, group_for
+from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.structures import leaves
+from parwrap.torch_private.modules import registered_buffers
+from parwrap.torch_private.tensors import version_of
+
+__all__ = ["evaluate"]
+
+TRIES = 3
+"""The number of calls to compare if the parts are so similar that any way to merge them would seem right."""
+
+MOST_CHECKED = 16
+"""The number of data lengths to compare."""
+
+
+class evaluate(ScopeDecorator):
+    """Make each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
+
+    Write ``@evaluate(reduce="sum")`` on a function or method that all ranks call together, inside ``distributed``. No sample is read twice
+    or missed, even if a loader has fewer batches than there are ranks. Batches are those of a single process, and so are all lengths. Each
+    pass must read its loader to the end. With one rank it has no effect.
+
+    The first call also evaluates all the data on every rank, and compares. If the merged result differs by more than floating-point noise,
+    one warning says so, and every rank evaluates everything, in this and later calls. The same holds for a function with side effects, such
+    as a list it appends to, a metric it updates or a file it writes, because these would cover only a rank's part.
+
+    Args:
+        reduce: how the ranks' results are merged. Dicts, tuples and dataclasses are merged by entry; values other than numbers, tensors
+            and arrays must be the same on all ranks.
+
+            - ``"mean"``: weighted by the samples that each rank has read, for a function that divides by the samples it has counted. A mean
+              of batch means, such as ``np.mean(losses)``, equals that of one process only if all batches have the same size.
+            - ``"sum"``: for counts, and for sums divided by the length of all the data: ``len(loader.dataset)`` or ``len(loader)``.
+            - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
+              process.
+            - a function of the list of the ranks' results, in their order; on one rank, a list of one.
+            - a dict or tuple of these, one for each entry of the result.
+        check: compare the first result with that of all the data. Compare again if the parts were too similar to tell, and for datasets of
+            another length. ``False`` divides the data unchecked.
+
+    Raises:
+        UsageError: ``reduce`` is missing or has another value, the function trains, or its results cannot be merged exactly.
+        RankMismatchError: the function failed on another rank, or ranks evaluate different data.
+
+    >>> import torch
+    >>> from torch.utils.data import DataLoader
+    >>> @evaluate(reduce="sum")
+    ... def mean(loader):
+    ...     return sum(batch.sum().item() for batch in loader) / len(loader.dataset)
+    >>> mean(DataLoader(torch.arange(5.0), batch_size=2))
+    2.0
+    """
+
+    def __init__(self, *, reduce: Any = None, check: bool = True) -> None:
+        super().__init__()
+        _check(reduce)
+        self._reduce, self._checks = reduce, check
+
+    def scope(self, call: Call) -> Any:
+        raise UsageError("`with parwrap.evaluate():` has no result to merge: decorate the function that returns the result.")
+
+    def wrapped(self, function: Any) -> Any:
+        """The decorated function, inside the scopes of its other decorators, in whichever order they are written."""
+        scopes = decorators_of(function)
+        evaluated = self._on_ranks(function.__wrapped__ if scopes else function)
+        for each in scopes:
+            evaluated = each.wrapped(evaluated)
+        return evaluated
+
+    def _on_ranks(self, function: Any) -> Any:
+        trust = _Trust(self._checks)
+
+        @functools.wraps(function)
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            group = None if is_alone() or trains_apart() else group_for("evaluate")
+            if group is None or group.world.size == 1:
+                return merged(self._reduce, [Part(function(*args, **kwargs), [])])
+            try:
+                return _on_all_ranks(_JointCall(group, self._reduce, function, args, kwargs), trust)
+            except _FailedError as failed:
+                raise failed.error from failed.error.__cause__
+
+        return evaluated
+
+
+def _check(reduce: Any) -> None:
+    meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
+    choices = f"Choose one of: {meanings}; or pass a function that takes a list with the result of each rank."
+    if reduce is None:
+        raise UsageError(
+            f"@parwrap.evaluate does not say how the ranks' results are merged: write @parwrap.evaluate(reduce=...). {choices}"
+        )
+    for way in _ways(reduce):
+        if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
+            raise UsageError(f"reduce={way!r} is not a way to merge results. {choices}")
+
+
+def _ways(reduce: Any) -> Iterator[Any]:
+    """Each reduction that is in ``reduce``."""
+    if isinstance(reduce, (Mapping, tuple, list)):
+        for each in reduce.values() if isinstance(reduce, Mapping) else reduce:
+            yield from _ways(each)
+    else:
+        yield reduce
+
+
+class _Trust:
+    """Whether the merged result of the ranks equals that of all the data, for one function.
+
+    Attributes:
+        whole: it does not, so every rank evaluates all the data.
+        checks: whether to compare.
+    """
+
+    def __init__(self, checks: bool) -> None:
+        self.whole, self.checks = False, checks
+        self._left: dict[Any, int] = {}
+
+    def asks(self, lengths: tuple[int, ...]) -> bool:
+        """Whether to compare the result for data of these ``lengths``."""
+        return self.checks and not self.whole and self._left.get(lengths, TRIES if len(self._left) < MOST_CHECKED else 0) > 0
+
+    def agreed(self, lengths: tuple[int, ...], proves: bool) -> None:
+        """The results were equal; ``proves`` says whether they could have differed."""
+        self._left[lengths] = 0 if proves else self._left.get(lengths, TRIES) - 1
+
+
+@dataclass
+class _JointCall:
+    """One call of a function, on all ranks.
+
+    Attributes:
+        group: the ranks.
+        reduce: how their results are merged.
+        function, args, kwargs: the call.
+    """
+
+    group: Group
+    reduce: Any
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.name = describe(inspect.unwrap(self.function))  # a decorator such as torch.no_grad has a place of its own
+        try:
+            self.arguments = dict(inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments)
+        except (TypeError, ValueError):  # the call itself raises it, or has no signature
+            self.arguments = {}
+
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of the datasets, as far as they can be found without running the function."""
+        held = [each for value in self.arguments.values() for each in (value, *getattr(value, "__dict__", {}).values())]
+        return tuple(len(each.dataset) for each in held if isinstance(each, DataLoader) and hasattr(each.dataset, "__len__"))
+
+    def together(self, mine: Any, error: Exception | None) -> list[Any]:
+        """Each rank's ``mine``.
+
+        Raises:
+            _FailedError: a rank passes an ``error`` instead; on all ranks.
+        """
+        gathered = gather((mine, None if error is None else in_one_line(error), _sendable(error)))
+        failed = next(((rank, text, sent) for rank, (_, text, sent) in enumerate(gathered) if text is not None), None)
+        if failed is None:
+            return [each for each, _, _ in gathered]
+        rank, text, sent = failed
+        if error is None:
+            error = RankMismatchError(f"rank {rank} failed with {text} in {self.name}, which all ranks evaluate together.")
+            if sent is not None:
+                sent.__cause__, error = error, sent
+        raise _FailedError(error, f"rank {rank} failed with {text}")
+
+    def run(self, evaluation: Evaluation) -> Any:
+        """The result of the function, with ``evaluation`` inside."""
+        around = _running[-1] if _running else None
+        if around is not None:
+            around.asleep = True
+        _running.append(evaluation)
+        try:
+            with intercepting([evaluation], module_of(self.function)):
+                return self.function(*self.args, **self.kwargs)
+        finally:
+            _running.pop()
+            if around is not None:
+                around.asleep = False
+
+
+class _FailedError(Exception):
+    """The function failed on some rank.
+
+    Args:
+        error: what to raise on this rank.
+        text: the error of the lowest failed rank, in one line.
+    """
+
+    def __init__(self, error: Exception, text: str) -> None:
+        super().__init__(text)
+        self.error, self.text = error, text
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """``error``, so that all ranks raise it and a script that catches it goes on in lockstep; ``None`` if it does not pickle."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+
+
+_running: list[Evaluation] = []
+"""The open evaluations, the innermost last."""
+
+
+def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
+    if _running:
+        if _running[-1].readings:
+            raise UsageError(
+                "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result "
+                "already covers all ranks: decorate only one of them."
+            )
+        _running[-1].within = True
+    lengths = call.lengths()
+    asks = trust.asks(lengths)
+    facts = trust.whole, asks, lengths
+    agree(
+        call.group,
+        f"parwrap.evaluate of {call.name}",
+        crc32(repr(facts).encode()),
+        lambda: facts,
+        lambda all_ranks: _differ(call, all_ranks),
+    )
+    if trust.whole:
+        result, error, _ = _whole(call)
+        if error is not None:
+            raise error
+        return result
+    if not asks:
+        return _divided(call)[0]
+    return _compared(call, trust, lengths)
+
+
+def _differ(call: _JointCall, all_ranks: list[Any]) -> RankMismatchError:
+    other = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    return RankMismatchError(
+        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {all_ranks[other][2]} on rank {other}. All ranks must "
+        "evaluate the same data, of which each reads a part."
+    )
+
+
+def _whole(call: _JointCall, reads: Callable[[DataLoader], None] = lambda loader: None) -> tuple[Any, Exception | None, Evaluation]:
+    """The result of all the data, on every rank, or what it raised; ``reads`` is called with each loader before it is read."""
+    world = call.group.world
+    with evaluating(divides=False) as begins:
+
+        def begins_pass(loader: DataLoader) -> None:
+            begins()
+            reads(loader)
+
+        evaluation = Evaluation(world.rank, world.size, begins_pass, divides=False)
+        return *_attempt(call, evaluation), evaluation
+
+
+def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception | None]:
+    """The result of ``call``, or what it raised; errors of parwrap are raised at once."""
+    try:
+        return call.run(evaluation), None
+    except ParwrapError:
+        raise
+    except Exception as error:
+        return None, error
+
+
+def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
+    """The merged result of the ranks' parts, and their results in order.
+
+    Args:
+        call: the call.
+        states: the random states to begin with.
+    """
+    world = call.group.world
+    with evaluating(divides=True) as begins:
+        if states is not None:
+            set_states(states)
+        evaluation = Evaluation(world.rank, world.size, lambda loader: begins())
+        with warnings.catch_warnings():  # a metric of a rank that stands in has no data
+            warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric .* was called before the ``update``")
+            result, error = _attempt(call, evaluation)
+        mine = result, evaluation.readings, evaluation.readers, get_states() if world.rank == 0 else None
+        gathered = call.together(mine, error)
+        set_states(gathered[0][3])  # what ranks draw in an evaluation differs between them
+    readings = check([each[1] for each in gathered])
+    if not any(each.batches for each in readings[0]):
+        if not evaluation.within and not evaluation.readings:
+            warn(NOTHING_READ.format(call.name))
+        return merged(call.reduce, [Part(result, [])]), [result]
+    parts = [
+        Part(each[0], [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
+        for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
+    ]
+    return merged(call.reduce, parts), [part.result for part in parts]
+
+
+NOTHING_READ = "parwrap: {} did not read a DataLoader, so every rank computed all of it and returns its own result."
+
+REMEDY = (
+    'To divide the work, return the inputs of the metric, such as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
+    "compute, keep and print the metric outside the function. To divide it without this check, pass check=False."
+)
+
+
+# the first call
+
+
+def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
+    """Evaluate all the data, then the parts, and compare; the first has the side effects and the output of a single process."""
+    with evaluating(divides=False):
+        states = get_states()
+    effects, samplers = _Effects(call), _Samplers()
+    with effects.noted():
+        whole, error, evaluation = _whole(call, samplers.note)
+    with evaluating(divides=False):
+        after = get_states()
+    found = call.together(effects.found(whole), error)
+    hindrance = next((each for each in found if each is not None), None)
+    if hindrance is None and not evaluation.readings and not evaluation.within:
+        warn(NOTHING_READ.format(call.name))
+        return whole
+    if hindrance is None:
+        samplers.rewind()
+        try:
+            with effects.silenced():
+                shared, parts = _divided(call, states)
+        except _FailedError as failed:
+            hindrance = f"on parts of the data {failed.text}, but it does not fail on the whole data."
+        else:
+            differing, proves = compared(whole, shared, parts)
+            if callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():
+                differing = []  # for example a list of the ranks' results
+            if not differing:
+                trust.agreed(lengths, proves)
+                if effects.prints_other():
+                    warn(
+                        f"parwrap: {call.name} prints something different for a rank's part of the data than for all of it. From the next "
+                        "call on, it prints the numbers of rank 0's part. Print its result instead."
+                    )
+                return shared
+            hindrance = _not_equal(call, differing, whole, parts)
+    trust.whole = True
+    with evaluating(divides=False):
+        set_states(after)
+    warn(
+        f"parwrap: {call.name} cannot be split across ranks: {hindrance} Every rank evaluates everything, in this and later calls. {REMEDY}"
+    )
+    return whole
+
+
+def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Any]) -> str:
+    """What differs, and the ``reduce`` that fits, if there is one."""
+    where = f"; {differing[0][0]}" if differing[0][0] else ""
+    text = f"merged by reduce={call.reduce!r}{where} is {_short(differing[0][1])}, but {_short(differing[0][2])} for all of the data."
+    if call.reduce == "mean":
+        try:
+            total = merged("sum", [Part(part, []) for part in parts])
+        except UsageError:
+            return text
+        if not compared(whole, total, parts).differing:
+            return f'{text} It is right with reduce="sum": lengths are those of all the data.'
+    if call.reduce in ("mean", "sum"):
+        return f"{text} It is no {call.reduce} over parts, or it changes with random numbers, as in dropout."
+    return text
+
+
+class _Effects:
+    """What a call leaves behind besides its result.
+
+    Args:
+        call: the call.
+    """
+
+    def __init__(self, call: _JointCall) -> None:
+        self._call = call
+        self._before = _state(call)
+        self._written: str | None = None
+        self._printed, self._printed_by_part = io.StringIO(), io.StringIO()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the files that the block writes, and what it prints."""
+
+        def opens(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
+            file = args[0] if args else kwargs.get("file")
+            if isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode):
+                self._wrote(file)
+            return wrapped(*args, **kwargs)
+
+        def saves(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            self._wrote(args[1] if len(args) > 1 else kwargs.get("f"))
+            return wrapped(*args, **kwargs)
+
+        patches = [Patch(builtins, "open", opens), Patch(torch, "save", saves)]
+        with installed(patches, module_of(self._call.function)), redirect_stdout(_Tee(sys.stdout, self._printed)):
+            yield
+
+    def _wrote(self, file: Any) -> None:
+        if isinstance(file, (str, os.PathLike)):
+            path = os.path.abspath(os.fspath(file))
+            if not path.startswith(("/dev/", os.path.join(tempfile.gettempdir(), "pymp-"))):
+                self._written = self._written or path
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Inside the block, nothing is shown."""
+        with redirect_stdout(self._printed_by_part), redirect_stderr(io.StringIO()):
+            yield
+
+    def prints_other(self) -> bool:
+        """Whether the part has printed something else than the whole."""
+        return self._printed.getvalue() != self._printed_by_part.getvalue()
+
+    def found(self, result: Any) -> str | None:
+        """The first effect on this rank, as a sentence."""
+        if self._written is not None:
+            return f"it writes {self._written}, which would contain only a rank's part."
+        if (place := _changed(self._before, _state(self._call))) is not None:
+            return f"it changes {place}, which would contain only a rank's part."
+        if result is None:
+            return "it returns nothing, so its output or side effects would cover only a rank's part."
+        return None
+
+
+class _Tee(io.TextIOBase):
+    """Writes to two streams."""
+
+    def __init__(self, stream: Any, copy: Any) -> None:
+        self._stream, self._copy = stream, copy
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Samplers:
+    """The states of the samplers that a call has read, to draw the same again."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, loader: DataLoader) -> None:
+        """Note the states of those of ``loader``, which is about to be read."""
+        samplers = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+        held = (value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())
+        for each in (loader.generator, *held):
+            if isinstance(each, torch.Generator):
+                self._states.setdefault(id(each), (each, each.get_state()))
+        for each in samplers:
+            if hasattr(each, "__dict__"):
+                self._states.setdefault(id(each), (each, dict(vars(each))))
+
+    def rewind(self) -> None:
+        """Put them back."""
+        for each, state in self._states.values():
+            if isinstance(each, torch.Generator):
+                each.set_state(state)
+            else:
+                vars(each).update(state)
+
+
+# side effects, one level deep
+
+PASSED_OVER = (DataLoader, Dataset, Sampler, torch.optim.Optimizer, nn.Parameter, type)
+"""Data, code and weights, which an evaluation does not change."""
+
+LARGEST = 1 << 20
+"""The most bytes of an array to compare."""
+
+
+def _state(call: _JointCall) -> dict[str, Any]:
+    """What a call can change, by its expression: arguments, what it closes over and globals that it names, one level deep."""
+    roots = dict(call.arguments)
+    try:
+        names = inspect.getclosurevars(inspect.unwrap(call.function))
+        roots = {**names.globals, **names.nonlocals, **roots}
+    except TypeError:  # no Python function
+        pass
+    found: dict[str, Any] = {}
+    for name, value in roots.items():
+        for place, each in ((name, value), *_members(name, value)):
+            for inner_place, inner in ((place, each), *(_members(place, each) if isinstance(each, (list, dict, nn.Module)) else ())):
+                found[inner_place] = _content(inner)
+    return found
+
+
+def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, PASSED_OVER) or inspect.ismodule(value) or (callable(value) and not hasattr(value, "__dict__")):
+        return
+    if isinstance(value, dict):
+        yield from ((f"{place}[{key!r}]", each) for key, each in list(value.items())[:LARGEST])
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{place}[{at}]", each) for at, each in enumerate(value[:1000]))
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules():
+            inside = f"{place}.{path}" if path else place
+            yield from ((f"{inside}.{name}", each) for name, each in registered_buffers(module).items())
+            names = (name for name in vars(module) if not name.startswith("_") and name != "training")
+            yield from ((f"{inside}.{name}", vars(module)[name]) for name in names)
+    elif not isinstance(value, (torch.Tensor, np.ndarray)) and not inspect.isroutine(value):
+        yield from ((f"{place}.{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+
+
+def _content(value: Any) -> Any:
+    """The part of ``value`` that is compared."""
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else version_of(value)
+    if isinstance(value, np.ndarray):
+        return id(value), crc32(value.tobytes()) if value.nbytes <= LARGEST and not value.dtype.hasobject else None
+    if isinstance(value, (int, float, complex, str, bytes, type(None))):
+        return repr(value)
+    return (id(value), len(value)) if isinstance(value, (list, dict, set)) else id(value)
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The first place that differs. A new private attribute is a cache."""
+    for place, content in after.items():
+        is_cache = place not in before and place.rpartition(".")[2].startswith("_")
+        if content != before.get(place) and not is_cache:
+            return place
+    return next((place for place in before if place not in after), None)
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,193 @@
+"""How ranks that share the batch of a layer exchange its statistics: one collective in each forward, and one in each backward.
+
+They never travel on the process group that averages gradients, so they never pair with a bucket. Each carries its number and that of its
+layer. In lockstep all ranks count alike, so ranks that have come apart raise instead of mixing the numbers of two layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parwrap.errors import LockstepError
+from parwrap.intercept.torch_calls import Norm
+from parwrap.places import script_place
+from parwrap.ranks.device import uses_nccl
+from parwrap.ranks.group import current
+
+__all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]
+
+LIMIT = 2**12
+"""Numbers in headers are below this, so that float32 holds their sums over thousands of ranks exactly."""
+
+CPU = torch.device("cpu")
+
+
+class Exchange(Protocol):
+    """How the ranks that share a batch combine the numbers of one layer."""
+
+    def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The vectors of all ranks, one a row, and the sum of their last entries: how many values a channel of the whole batch has."""
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum of the vectors of all ranks."""
+
+
+class Alone:
+    """The exchange of a rank that has the whole batch."""
+
+    def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return numbers.view(1, -1), numbers[-1].item()
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+
+class Statistics:
+    """The exchange between the ranks of a process group.
+
+    Args:
+        process_group: torch's group of these ranks.
+        control_message: the context of a message, which checks lockstep on the node before anything is sent.
+
+    Attributes:
+        nameless: the exchange of what is no layer, or of a layer without weights and running statistics.
+    """
+
+    def __init__(self, process_group: Any, control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.process_group, self.control_message = process_group, control_message
+        self.size, self.on_gpu = dist.get_world_size(process_group), uses_nccl(process_group)
+        self._messages = 0
+        self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._seen = 0
+        self.nameless = _Layer(self, 0)
+        self._unchecked: list[tuple[torch.Tensor, list[int]]] = []
+
+    def layer(self, call: Norm) -> _Layer:
+        """The exchange of the layer of ``call``. Layers are numbered at their first use."""
+        tensor = call.weight if call.running_mean is None else call.running_mean
+        if tensor is None:
+            return self.nameless
+        if tensor not in self._layers:
+            self._seen += 1
+            self._layers[tensor] = _Layer(self, self._seen)
+        return self._layers[tensor]
+
+    def header(self, layer: int) -> list[int]:
+        """The header of the next message."""
+        self._messages += 1
+        return [self._messages % LIMIT, layer % LIMIT]
+
+    def check(self, totals: torch.Tensor, header: list[int]) -> None:
+        """Raise if the headers of all ranks do not add up to this rank's ``header``, times the number of ranks.
+
+        Raises:
+            LockstepError: they do not.
+        """
+        if totals.tolist() != [number * self.size for number in header]:
+            raise LockstepError(
+                f"the ranks are in different batch norms: this rank is in batch norm {header[1]} at {script_place()}. Run the same layers "
+                "in the same order on all ranks, or remove @parwrap.sync_bn."
+            )
+
+    def check_later(self, totals: torch.Tensor, header: list[int]) -> None:
+        """Check in the next forward, which waits for the device anyway."""
+        self._unchecked.append((totals, header))
+
+    def check_now(self) -> None:
+        """Check what :meth:`check_later` was called with."""
+        while self._unchecked:
+            self.check(*self._unchecked.pop(0))
+
+
+class _Layer:
+    """The exchange of one layer.
+
+    Args:
+        statistics: that of all layers.
+        number: the number of the layer.
+
+    Attributes:
+        silent: that of a batch of which this rank has no part.
+    """
+
+    def __init__(self, statistics: Statistics, number: int) -> None:
+        self._statistics, self._number = statistics, number
+        self.silent = Silent(self)
+
+    def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
+        together = self._statistics
+        sent, header = self._headed(numbers)
+        rows = sent.new_empty(together.size, len(sent))
+        with together.control_message(f"batch norm {self._number} of {len(numbers) // 2} channels"):
+            dist.all_gather(list(rows), sent, group=together.process_group)
+        totals = rows[:, -3:].sum(0)
+        together.check(totals[1:], header)
+        together.check_now()
+        return rows[:, :-2].to(numbers.device), totals[0].item()
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        together = self._statistics
+        total, header = self._headed(numbers)
+        with together.control_message(f"the gradient of batch norm {self._number}" if self._number else "the gradient of all ranks' rows"):
+            dist.all_reduce(total, group=together.process_group)
+        (together.check_later if together.on_gpu else together.check)(total[-2:], header)
+        return total[:-2].to(numbers)
+
+    def _headed(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """``numbers`` where they can be sent, with the header at their end, and the header."""
+        header = self._statistics.header(self._number)
+        home = CPU if not self._statistics.on_gpu else numbers.device if numbers.is_cuda else torch.device("cuda")
+        numbers = numbers.detach().to(home)
+        return torch.cat([numbers, torch.tensor(header, dtype=numbers.dtype).to(home)]), header
+
+
+class Silent:
+    """The exchange of a rank whose batch does not count: it has no part of this batch and repeats a sample with weight 0."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return self._exchange.gathered(torch.zeros_like(numbers))
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        self._exchange.summed(torch.zeros_like(numbers))
+        return torch.zeros_like(numbers)
+
+
+_groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
+"""The process groups made here, by the group of all ranks, with which they end."""
+
+
+def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics:
+    """The exchange of ``ranks``.
+
+    Args:
+        ranks: the numbers of the ranks.
+        process_group: their group, if the script has made one.
+    """
+    group = current()
+    if group is None:
+        return Statistics(process_group or _group_of(ranks))
+    of_all = len(ranks) == group.world.size
+    if process_group is None:
+        on_cpu = group.backend != "nccl"
+        process_group = group.control if of_all and on_cpu else _group_of(ranks, timeout=group.timeout, backend=group.backend)
+    if not of_all:  # the others send nothing, so positions would differ
+        return Statistics(process_group)
+    return Statistics(process_group, lambda kind: group.control_message(kind))  # of the scope that is open when it is sent
+
+
+def _group_of(ranks: Sequence[int], **options: Any) -> Any:
+    """A process group of ``ranks``, which is made once, without the other ranks."""
+    made = _groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    return made[ranks]

@@ -1,0 +1,193 @@
+"""The local part of a batch normalization: torch's own kernels, on the CPU and on a GPU.
+
+The CPU has no kernels for a batch that is spread over ranks, so its kernels for eval mode, which use given statistics, are combined. The
+GPU's are those of ``torch.nn.SyncBatchNorm``. ``forward_backward.py`` sends numbers in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Kernels", "Reduced", "Running", "Whole", "accumulated", "kernels_for"]
+
+
+class Whole(NamedTuple):
+    """The whole batch.
+
+    Attributes:
+        merged: its statistics, in the kernels' form.
+        total: the number of values of each channel.
+        eps: the constant added to a variance.
+    """
+
+    merged: tuple[torch.Tensor, ...]
+    total: float
+    eps: float
+
+
+class Running(NamedTuple):
+    """The running statistics of a layer, if it has any, and how much a batch counts in them."""
+
+    mean: torch.Tensor | None
+    var: torch.Tensor | None
+    momentum: float
+
+
+class Reduced(NamedTuple):
+    """The result of a rank's part of a backward.
+
+    Attributes:
+        sums: two numbers for each channel, for the ranks to sum.
+        weight: the gradient of the weight.
+        bias: the gradient of the bias.
+        partial: the gradient of the input as if the statistics were constants, if computed.
+    """
+
+    sums: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    partial: torch.Tensor | None = None
+
+
+class Kernels(Protocol):
+    """The steps of a batch normalization."""
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in a dtype and a layout for the other steps."""
+
+    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """Two numbers per channel, and the number of values per channel in ``x``."""
+
+    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
+        """Compute the statistics of the whole batch from those of the ranks, and update the running statistics."""
+
+    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        """The statistics that :meth:`merged` returns, given its first two."""
+
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
+        """The output for ``x``, which is not empty."""
+
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
+        """The first half of the backward."""
+
+    def grad_input(
+        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
+    ) -> torch.Tensor:
+        """The second half, for an ``x`` that is not empty, with the sums over all ranks."""
+
+
+class _OnCPU:
+    """Torch's CPU kernels. ``merged`` is the mean and the biased variance. The code uses as few operations as possible, because on such
+    short vectors every operation takes about the same time."""
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        if not x.numel():
+            return x.new_zeros(2 * x.size(1) + 1, dtype=torch.float64)
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return torch.cat([mean, var, torch.tensor([x.numel() // x.size(1)], dtype=torch.float64)])
+
+    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
+        channels = x.size(1)
+        parts = rows[:, -1] / total
+        mean, var, _ = (parts @ rows).split([channels, channels, 1])
+        mean, var = mean.to(x.dtype), (var + parts @ (rows[:, :channels] - mean).square_()).to(x.dtype)
+        if running.mean is not None and running.var is not None:
+            running.mean.mul_(1 - running.momentum).add_(mean, alpha=running.momentum)
+            running.var.mul_(1 - running.momentum).add_(var, alpha=running.momentum * total / (total - 1))
+        return mean, var
+
+    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        return mean, spread
+
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
+        mean, var = whole.merged
+        return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, whole.eps)[0]
+
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
+        mean, var = whole.merged
+        if not x.numel():
+            nothing = torch.zeros_like(mean)
+            return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
+        partial, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, _like(weight, x), mean, var, None, None, False, whole.eps, [True, True, True]
+        )
+        return Reduced(torch.cat([grad_bias, grad_weight]), grad_weight, grad_bias, partial)
+
+    def grad_input(
+        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
+    ) -> torch.Tensor:
+        assert reduced.partial is not None
+        mean, var = whole.merged
+        scale = (var + whole.eps).rsqrt_().div_(whole.total)
+        scale = scale if weight is None else scale.mul_(weight)
+        through_mean, through_var = sums.view(2, -1) * scale
+        # the batch's statistics subtract a normalization of x too
+        return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, whole.eps)[0])
+
+
+class _OnGPU:
+    """Torch's GPU kernels. ``merged`` is the mean, the inverse standard deviation, and the number of values of each rank."""
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        last = tensor.is_contiguous(memory_format=torch.channels_last) or tensor.is_contiguous(memory_format=torch.channels_last_3d)
+        return tensor if last else tensor.contiguous()
+
+    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        if not x.numel():
+            return x.new_zeros(2 * x.size(1) + 1, dtype=accumulated(x))
+        mean, invstd = torch.batch_norm_stats(x, eps)
+        return torch.cat([mean, invstd, mean.new_full((1,), x.numel() // x.size(1))])
+
+    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
+        rows = rows[rows[:, -1] >= 1]  # the kernel divides by each count
+        means, invstds, counts = rows.split([x.size(1), x.size(1), 1], dim=1)
+        counts = counts.reshape(-1)
+        totals = counts if running.mean is None else counts.to(running.mean.dtype)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(x, means.contiguous(), invstds.contiguous(), *running, eps, totals)
+        return mean, invstd, counts.to(torch.int32)
+
+    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        return mean, spread, torch.full((1,), int(total), dtype=torch.int32, device=mean.device)  # the kernels only need the sum
+
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
+        mean, invstd, _ = whole.merged
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, whole.eps)
+
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
+        mean, invstd, _ = whole.merged
+        if not x.numel():
+            nothing = torch.zeros_like(mean)
+            return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
+        sum_grad, sum_grad_centered, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+            grad, x, mean, invstd, weight, True, True, True
+        )
+        return Reduced(torch.cat([sum_grad, sum_grad_centered]), grad_weight, grad_bias)
+
+    def grad_input(
+        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
+    ) -> torch.Tensor:
+        mean, invstd, counts = whole.merged
+        sum_grad, sum_grad_centered = sums.view(2, -1)
+        return torch.batch_norm_backward_elemt(grad, x, mean, invstd, _like(weight, mean), sum_grad, sum_grad_centered, counts)
+
+
+def kernels_for(x: torch.Tensor) -> Kernels:
+    """The kernels for the device type of ``x``."""
+    return _GPU if x.is_cuda else _CPU
+
+
+_CPU, _GPU = _OnCPU(), _OnGPU()
+
+
+def _like(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return parameter if parameter is None else parameter.to(x.dtype)
+
+
+def accumulated(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which the kernels sum over ``x``."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

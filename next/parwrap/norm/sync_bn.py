@@ -1,0 +1,138 @@
+"""The interceptor of batch normalization: which calls are shared, and by which ranks.
+
+It shares calls that use the statistics of their batch: in training, and in layers without running statistics. ``exchange.py`` sends the
+ranks' numbers, ``forward_backward.py`` computes with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Norm
+from parwrap.loop.passes import Passes
+from parwrap.norm.compiled_norm import scopes, traced
+from parwrap.norm.exchange import Exchange, Statistics, statistics_of
+from parwrap.norm.forward_backward import BatchNorm
+from parwrap.norm.kernels import Running
+from parwrap.places import warn
+from parwrap.ranks import group as groups
+from parwrap.ranks.group import is_alone
+from parwrap.torch_private.autograd import current_transform, tracing_state
+
+__all__ = ["SyncBN"]
+
+
+class SyncBN(Interceptor):
+    """Shares the statistics of batch normalizations that use those of their batch.
+
+    Args:
+        process_group: the group whose ranks share a batch; by default all.
+        group_size: the number of consecutive ranks that share a batch instead.
+        passes: a function that returns the open passes; ``None`` outside of ``distributed``.
+    """
+
+    def __init__(self, process_group: Any, group_size: int | None, passes: Callable[[], Passes | None]) -> None:
+        self._process_group, self._group_size, self._passes = process_group, group_size, passes
+        self._opened_for: Any = None
+        self._statistics: Statistics | None = None
+        self._process = os.getpid()
+        self._warned = False
+        self._look_for_ranks()
+
+    traced_norm = staticmethod(traced)
+
+    def norm(self, call: Norm) -> torch.Tensor:
+        """Run the normalization ``call``. If it uses batch statistics, use those of all ranks together."""
+        if not call.training or call.eps <= 0:
+            return call.run()
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # another tracer than the one that reads traced_norm
+            return traced(*call[1:])
+        if self._has_whole():
+            return call.run()
+        self._look_for_ranks()
+        if self._statistics is None:
+            return call.run_by_itself()  # also inside another sync_bn
+        if not self._is_plain(call):
+            return call.run()
+        running = Running(call.running_mean, call.running_var, call.momentum)
+        return BatchNorm.apply(self._layer(self._statistics, call), call.input, call.weight, call.bias, running, call.eps)
+
+    def distributes_itself(self, what: str) -> None:
+        """The script starts a process group: compiled layers share their statistics in it too."""
+        scopes.share()
+
+    def exchange(self, call: Norm) -> Exchange | None:
+        """The exchange for the compiled layer of ``call``; ``None`` if this rank normalizes by itself."""
+        if self._has_whole():
+            return None
+        self._look_for_ranks()
+        return None if self._statistics is None else self._layer(self._statistics, call)
+
+    def _has_whole(self) -> bool:
+        """Whether this rank has the whole batch."""
+        if is_alone() or os.getpid() != self._process:
+            return True
+        passes = self._passes()
+        innermost = None if passes is None else passes.innermost
+        return innermost is not None and not (innermost.trains and innermost.shared)
+
+    def _layer(self, statistics: Statistics, call: Norm) -> Exchange:
+        """The exchange of the layer of ``call``; a batch of which this rank has no part does not count."""
+        passes, layer = self._passes(), statistics.layer(call)
+        return layer.silent if passes is not None and passes.is_stand_in(len(call.input)) else layer
+
+    def _look_for_ranks(self) -> None:
+        """Find the ranks to share with: those of parwrap's process group, or of the script's own."""
+        together = dist.group.WORLD if dist.is_initialized() else None
+        if together is self._opened_for:
+            return
+        self._opened_for, self._statistics = together, None
+        if together is not None:
+            ranks = self._ranks(dist.get_world_size())
+            if len(ranks) > 1:
+                self._statistics = statistics_of(ranks, self._process_group)
+
+    def _ranks(self, size: int) -> tuple[int, ...]:
+        """The ranks that this one shares with."""
+        if self._process_group is not None:
+            if self._process_group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise UsageError(
+                    f"rank {groups.rank()} is not in the process_group of parwrap.sync_bn. Pass a group that contains the rank, or use "
+                    "group_size."
+                )
+            return tuple(dist.get_process_group_ranks(self._process_group))
+        each = self._group_size or size
+        if size % each:
+            fitting = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+            raise UsageError(f"group_size={each} does not divide the {size} ranks into groups of the same size: choose one of {fitting}.")
+        first = groups.rank() // each * each
+        return tuple(range(first, first + each))
+
+    def _is_plain(self, call: Norm) -> bool:
+        """Whether ``call`` can be shared: torch does not trace or transform it, and collectives support its tensors."""
+        x = call.input
+        plain = (
+            type(x) in (torch.Tensor, nn.Parameter)
+            and x.device.type in ("cpu", "cuda")
+            and x.is_floating_point()
+            and x.dim() > 1
+            and (call.running_mean is None) == (call.running_var is None)
+            and current_transform() is None
+            and tracing_state() is None
+        )
+        if not plain and not self._warned:
+            self._warned = True
+            warn(
+                f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses only this rank's part "
+                "of the batch: parwrap.sync_bn supports only plain floating point tensors outside of torch.func and torch.jit. This is "
+                "shown once."
+            )
+        return plain
