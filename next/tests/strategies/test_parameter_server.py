@@ -120,6 +120,23 @@ def test_a_window_of_accumulate_is_one_push():
     torch.testing.assert_close(flat(train(batch_size=16)), flat(windows), atol=1e-5, rtol=0)
 
 
+@pytest.mark.ranks(3)
+def test_workers_share_the_statistics_of_batch_norms():
+    def train_with_norm(batch_size=8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in DataLoader(TensorDataset(X, Y), batch_size=batch_size):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return model
+
+    synced = served(staleness=0, batch="global")(parwrap.sync_bn(train_with_norm))()
+
+    torch.testing.assert_close(flat(train_with_norm()), flat(synced), atol=1e-5, rtol=0)
+
+
 # any pace
 
 
@@ -390,7 +407,7 @@ def test_all_ranks_go_on_together_afterwards():
     first = served(staleness=0)(train)()
     second = parwrap.distributed(batch="global")(train)()
 
-    torch.testing.assert_close(flat(first), flat(first), atol=0, rtol=0)
+    assert [flat(first).tolist()] * 3 == parwrap.gather(flat(first).tolist())
     torch.testing.assert_close(flat(train()), flat(second), atol=1e-5, rtol=0)
 
 
