@@ -161,11 +161,22 @@ class ParameterServer(Strategy):
         if self._generation != loop.optimizers.generation:
             self._register()
         weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
-        loop.divisors.weigh(call)
+        root, added = loop.losses.root(call), loop.divisors.weigh(call)
         scale = weight * loss_factor(weight, self._group.world.size, loop.options())
+        loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale
         (call if scale == 1.0 else call.times(scale)).run()
+        if root is not None and self._staleness == 0:
+            assert loss is not None
+            loop.losses.write_mean(root, call, self._mean(loss))
         loop.passes.ran_backward()
         self._trained = True
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        """The mean over the workers, which step together and may decide on it."""
+        total = loss.reshape(1).to("cpu", torch.float64)
+        with self._group.control_message("the loss of a step"):
+            dist.all_reduce(total, group=self._group.control)
+        return total.item() / self._group.world.size
 
     # new optimizers
 

@@ -82,6 +82,24 @@ def test_with_staleness_0_workers_train_bit_for_bit_what_ddp_trains(build):
 
 
 @pytest.mark.ranks(3)
+def test_with_staleness_0_workers_may_decide_on_a_loss_after_its_backward():
+    @served(staleness=0)
+    def train_until_good():
+        weight, losses = nn.Parameter(torch.ones(1)), [9.0]
+        optimizer = torch.optim.SGD([weight], lr=0.25)
+        while losses[-1] > 0.1:
+            optimizer.zero_grad()
+            loss = weight.square().sum() * (1 + parwrap.rank())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    # the mean gradient is 3 * weight, so each step leaves a quarter of it
+    assert [9.0, 1.5, 1.5 / 16] == train_until_good()
+
+
+@pytest.mark.ranks(3)
 def test_with_staleness_0_and_a_global_batch_workers_train_the_weights_of_one_process():
     together = served(staleness=0, batch="global")(train)(schedule=True)
 
