@@ -333,6 +333,32 @@ def test_servers_let_go_of_models_of_earlier_folds_which_keep_their_last_values(
     assert [[], [], [(1, 2)] * 4] == parwrap.gather(held)
 
 
+@pytest.mark.ranks(3)
+def test_an_optimizer_may_be_collected_later_on_one_worker_than_on_another():
+    @served(staleness=0)
+    def folds():
+        for _ in range(3):
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # refers to the optimizer, which refers to it
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                scheduler.step()
+            del optimizer, scheduler
+            if parwrap.rank() == 0:
+                gc.collect()
+        return model.weight.item()
+
+    gc.disable()
+    try:
+        assert -2.0 == folds()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.ranks(2)
 def test_a_state_comes_from_the_server_and_goes_back_to_it():
     def train_on(state=None):
