@@ -464,7 +464,7 @@ def test_one_rank_trains_as_plain_code_does():
 
 @pytest.mark.ranks(3)
 def test_an_error_of_a_worker_ends_the_server_and_the_other_workers():
-    @served(staleness=0)
+    @served(staleness=1)
     def fails():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
