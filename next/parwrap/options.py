@@ -37,6 +37,8 @@ CHOICES: dict[str, dict[Any, str]] = {
         "ddp": "gradients are averaged in every backward pass",
         "zero1": "like ddp, but each rank holds the optimizer state of only a part of the parameters",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
+        "hogwild": "each rank steps separately, without waiting, on weights that all ranks of a node share",
+        "parameter_server": "some ranks hold the weights and take the steps, with gradients from the other ranks, the workers",
         "none": "nothing is averaged, and every rank trains a separate model on all of the data",
     },
     "compress": {
@@ -55,6 +57,8 @@ AVERAGING = ("ddp", "zero1", "local_sgd")
 OF_STRATEGIES = {
     **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
     **dict.fromkeys(("every", "warmup", "outer", "outer_lr", "outer_momentum"), ("local_sgd",)),
+    "lock": ("hogwild",),
+    **dict.fromkeys(("servers", "staleness"), ("parameter_server",)),
 }
 """The options that only some strategies have, each with these."""
 
@@ -80,6 +84,9 @@ class Options:
     outer: str | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    lock: bool = False
+    servers: int = 1
+    staleness: int | None = None
     timeout: float | timedelta | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +119,7 @@ class Options:
                 )
         self._check_compression()
         self._check_local_sgd()
+        self._check_separate_steps()
 
     def _given(self, name: str) -> bool:
         return getattr(self, name) != getattr(Options, name)
@@ -148,6 +156,22 @@ class Options:
                     f"{name}={getattr(self, name)!r} applies only to averaged gradients, which strategy='local_sgd' has only during its "
                     "warm-up: remove it, or set warmup= to a number of steps."
                 )
+
+    def _check_separate_steps(self) -> None:
+        if not isinstance(self.lock, bool):
+            raise UsageError(f"lock={self.lock!r} is neither True nor False.")
+        if not _whole(self.servers, 1):
+            raise UsageError(f"servers={self.servers!r} is not a positive integer.")
+        if self.staleness is not None and not _whole(self.staleness, 0):
+            raise UsageError(f"staleness={self.staleness!r} is not a non-negative integer.")
+        if self.strategy == "hogwild" or (self.strategy == "parameter_server" and self.staleness != 0):
+            instead = "remove it" + (", or set staleness=0, with which workers step together" if self.strategy != "hogwild" else "")
+            for name, value in (("batch", "global"), ("uneven", "join"), ("loss", "sum"), ("lr", "linear"), ("lr", "sqrt")):
+                if getattr(self, name) == value:
+                    raise UsageError(
+                        f"{name}={value!r} says how ranks share a step, but with strategy={self.strategy!r} each rank steps by itself: "
+                        f"{instead}."
+                    )
 
     @property
     def patience(self) -> timedelta | None:

@@ -6,10 +6,10 @@ the line of the script. It reads the pages of the others, and raises before it s
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -53,8 +53,8 @@ class State(IntEnum):
     """It sends a control message inside of a backward, as synchronized batch norms do."""
 
 
-_openings = itertools.count()
-"""How many times this process has opened pages. All ranks count alike."""
+_openings: Counter[Path] = Counter()
+"""How many times this process has opened pages in each folder. All ranks that share it count alike."""
 
 SENTENCES = {
     State.RUNS: "runs the script; its last step was at {place}",
@@ -129,14 +129,15 @@ class Positions:
         ranks: the numbers of the node's ranks among all, in that order.
 
     Attributes:
-        opening: how many pages this process has opened before.
+        opening: how many pages this process has opened there before.
         mine: this rank's page, as it was written last; its state may have changed since.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: Iterable[int]) -> None:
         self._rank, self._ranks = rank, tuple(ranks)
         self._others = [index for index in range(len(self._ranks)) if index != rank]
-        self.opening = next(_openings)
+        self.opening = _openings[folder]
+        _openings[folder] += 1
         self._path = folder / f"positions-{self.opening}"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:

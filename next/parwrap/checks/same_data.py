@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from parwrap.errors import RankMismatchError
 from parwrap.places import Place, warn
 
-__all__ = ["Held", "data_digits", "different_data", "held_by"]
+__all__ = ["NO_DATA", "Held", "compare_data", "data_digits", "different_data", "held_by"]
 
 SPREAD = 1024
 """How many values of a tensor, array or list are compared, at equal distances."""
@@ -29,6 +29,9 @@ WHAT = {
     ORDER: "the samples in different orders: a split, a permutation, the seed or the epoch differs",
     NUMBERS: "different numbers at the same places of the dataset",
 }
+
+NO_DATA = (0,) * (2 * (TEXTS + 1))
+"""The digits of a rank that reads nothing."""
 
 
 def data_digits(loader: DataLoader, held: Held, seed: int, epoch: int) -> tuple[int, ...]:
@@ -62,6 +65,17 @@ def held_by(loader: DataLoader) -> Held:
 def _parts(loader: DataLoader) -> tuple[Any, Any, Any]:
     """The dataset, the batch sampler and the sampler of ``loader``."""
     return loader.dataset, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def compare_data(all_ranks: Sequence[Sequence[int]], place: Place) -> None:
+    """Compare the digits of all ranks, in the order of ranks, of what they read at ``place``.
+
+    Raises:
+        RankMismatchError: as :func:`different_data` says.
+    """
+    differ = {at // 2 for digits in all_ranks for at, (a, b) in enumerate(zip(all_ranks[0], digits, strict=True)) if a != b}
+    if differ:
+        different_data(differ, place)
 
 
 def different_data(differ: Iterable[int], place: Place) -> None:

@@ -83,6 +83,14 @@ def strategy_of(options: Options) -> type[Strategy]:
         from parwrap.strategies.local_sgd import LocalSGD
 
         return LocalSGD
+    if options.strategy == "hogwild":
+        from parwrap.strategies.hogwild import Hogwild
+
+        return Hogwild
+    if options.strategy == "parameter_server":
+        from parwrap.strategies.parameter_server import ParameterServer
+
+        return ParameterServer
     from parwrap.strategies.ddp import DDP
 
     return DDP
@@ -109,7 +117,8 @@ class distributed(ScopeDecorator):
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
-            to the ranks; ``"local_sgd"`` averages weights every few steps; ``"none"`` trains a model on each rank.
+            to the ranks; ``"local_sgd"`` averages weights every few steps; ``"hogwild"`` lets each rank step on weights in shared memory;
+            ``"parameter_server"`` lets some ranks hold the weights and step; ``"none"`` trains a model on each rank.
         bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.
@@ -119,6 +128,10 @@ class distributed(ScopeDecorator):
         outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.
         outer_lr: its learning rate.
         outer_momentum: its momentum.
+        lock: with ``"hogwild"``, one rank at a time takes a step.
+        servers: with ``"parameter_server"``, the number of servers, which are the last ranks; the others are workers.
+        staleness: with ``"parameter_server"``, how many steps a worker may be ahead of the slowest; with 0 they step together, by default
+            each goes at its own pace.
         timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
 
     Raises:
@@ -247,13 +260,46 @@ def _opened(
         yield
         return
     with ExitStack() as opened:
-        group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
-        _scope = _Scope(group, options, opened.close)
+        whole = group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
+        if whole is not None and options.strategy == "parameter_server":
+            group = opened.enter_context(_worker_or_server(whole, options, call, module, hidden, log, heard))
+        _scope = _Scope(group, options, opened.close, whole)
         try:
             with _scope.entered(call, module or module_of(call.function), hidden, log, heard):
                 yield
         finally:
             _scope = None
+
+
+@contextmanager
+def _worker_or_server(
+    whole: Group, options: Options, call: Call, module: str | None, hidden: Iterable[str], log: str | None, heard: bool
+) -> Iterator[Group | None]:
+    """Yield the group of the workers of a parameter server. On a server it is ``None``, and its own first backward ends the block."""
+    from parwrap.strategies.parameter_server import divided, take_result
+    from parwrap.strategies.ps_server import Served, Server
+
+    _share_streams(whole)
+    with divided(whole, options, call.returned) as place, ExitStack() as opened:
+        if not isinstance(place, Server):
+            yield place
+            return
+        first: list[Any] = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
+        opened.enter_context(_without_variables(hidden))
+        opened.enter_context(output_of(whole.world.rank, log, heard))
+        opened.enter_context(_files_of_rank_zero(whole, whole, module))
+        opened.enter_context(Interrupts().installed())
+        opened.enter_context(intercepting([place, *([HiddenGroup()] if hidden else [])], module or module_of(call.function)))
+        try:
+            yield None
+            place.serve()
+        except Served:
+            pass
+        except SystemExit as ended:
+            if not ended.code:
+                place.serve()
+            raise
+        take_result(place, first, call.returned)
 
 
 class _Scope(Interceptor):
@@ -263,14 +309,15 @@ class _Scope(Interceptor):
         group: the process group; ``None`` on one rank.
         options: the options of the innermost running function.
         leave_group: stops the process group, if it was started for this scope.
+        whole: the process group of all ranks, if others than those of ``group`` take part.
 
     Attributes:
         strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
         passes: the open passes; ``None`` likewise.
     """
 
-    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None]) -> None:
-        self._group, self._options, self._leave_group = group, options, leave_group
+    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None = None) -> None:
+        self._group, self._options, self._leave_group, self._whole = group, options, leave_group, whole or group
         self._undo = ExitStack()
         self.strategy: Strategy | None = None
         self.passes: Passes | None = None
@@ -288,7 +335,8 @@ class _Scope(Interceptor):
                 if self._same_step is not None:
                     report = functools.partial(_report, self._group.world.rank, output)
                     self._undo.enter_context(watched(self._group, self._same_step.positions, report))
-                self._undo.enter_context(_files_of_rank_zero(self._group, module))
+                assert self._whole is not None
+                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group, module))
             if hidden and self._group is not None:
                 interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
@@ -342,11 +390,11 @@ class _Scope(Interceptor):
         group.control_message = same_step.control
         divisors = Divisors(group, passes, lambda: self._options)
         loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
+        optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = strategy_of(options)(loop)
         self._undo.callback(self.strategy.close)
         loaders = Loaders(group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say)
         self._undo.callback(loaders.close)
-        optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
@@ -448,12 +496,12 @@ def _report(rank: int, output: Output, text: str) -> None:
 
 
 @contextmanager
-def _files_of_rank_zero(group: Group, module: str | None) -> Iterator[None]:
-    """Inside the block, rank 0 alone writes files; after a barrier, the others see what is there."""
-    if group.folder is None:
+def _files_of_rank_zero(whole: Group, group: Group, module: str | None) -> Iterator[None]:
+    """Inside the block, of all ranks rank 0 alone writes files; after a barrier of ``group``, the others see what is there."""
+    if whole.folder is None:
         yield
         return
-    with intercepting_files(group, module) as files:
+    with intercepting_files(whole, module) as files:
         before, group.after_barrier = group.after_barrier, files.crossed
         try:
             yield

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from parwrap.decorators.distributed import draws_put_back
 from parwrap.decorators.scope import Call, ScopeDecorator
@@ -176,17 +177,15 @@ def _waiting_group(name: str) -> Group | None:
 
 
 _lock = threading.Lock()
-_keys: tuple[Any, Counter[str]] = (None, Counter())
-"""A store, and how often each name has been used in it. All ranks count alike."""
+_keys: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""How often each name has been used in a store. All of its ranks count alike."""
 
 
 def _next_key(group: Group, name: str) -> str:
-    global _keys
     with _lock:
-        if _keys[0] is not group.store:
-            _keys = group.store, Counter()
-        _keys[1][name] += 1
-        return f"{name} #{_keys[1][name]}"
+        used = _keys.setdefault(group.store, Counter())
+        used[name] += 1
+        return f"{name} #{used[name]}"
 
 
 def _store(group: Group) -> SignedStore:

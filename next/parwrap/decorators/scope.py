@@ -23,11 +23,12 @@ __all__ = ["Call", "ScopeDecorator", "block_frame", "decorators_of", "describe",
 
 
 class Call(NamedTuple):
-    """What a scope opens around: a call of ``function``, or a ``with`` block if that is ``None``."""
+    """What a scope opens around: a call of ``function``, or a ``with`` block if that is ``None``; ``returned`` gets the result."""
 
     function: Callable | None = None
     args: tuple = ()
     kwargs: Mapping[str, Any] = {}
+    returned: list[Any] | None = None
 
 
 class ScopeDecorator:
@@ -94,10 +95,12 @@ class ScopeDecorator:
 
         @functools.wraps(function)
         def scoped(*args: Any, **kwargs: Any) -> Any:
+            returned: list[Any] = []
             with ExitStack() as scopes:
                 for decorator in decorators:
-                    scopes.enter_context(decorator.scope(Call(function, args, kwargs)))
-                return function(*args, **kwargs)
+                    scopes.enter_context(decorator.scope(Call(function, args, kwargs, returned)))
+                returned.append(function(*args, **kwargs))
+            return returned[0] if returned else None  # on a parameter server
 
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped

@@ -53,6 +53,12 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "outer": {"help": "With --strategy local-sgd: nesterov adds an outer optimizer, as in DiLoCo."},
     "outer_lr": {"type": _number, "help": "With --outer: its learning rate; by default 0.7."},
     "outer_momentum": {"type": _number, "help": "With --outer: its momentum; by default 0.9."},
+    "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank at a time takes a step."},
+    "servers": {"type": _whole, "help": "With --strategy parameter-server: the number of servers, which are the last ranks; by default 1."},
+    "staleness": {
+        "type": _whole,
+        "help": "With --strategy parameter-server: how many steps a worker may be ahead of the slowest; 0: they step together.",
+    },
     "timeout": {"type": _number, "help": "Seconds that a rank waits for another."},
 }
 """The arguments of ``argparse`` for each option of the scope."""

@@ -91,7 +91,7 @@ class SyncBN(Interceptor):
 
     def _look_for_ranks(self) -> None:
         """Find the ranks to share with: those of parwrap's process group, or of the script's own."""
-        together = dist.group.WORLD if dist.is_initialized() else None
+        together = dist.group.WORLD if dist.is_initialized() and not groups.is_outside() else None
         if together is self._opened_for:
             return
         self._opened_for, self._statistics = together, None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.ranks.agreement import agree, home
-from parwrap.ranks.group import Group, is_alone, open_group, world_size
+from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
 from parwrap.ranks.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
 from parwrap.ranks.world import detect
 
@@ -156,7 +156,7 @@ def group_for(name: str) -> Group | None:
     """
     group = open_group()
     if group is None:
-        if detect(os.environ).size > 1:
+        if not is_outside() and detect(os.environ).size > 1:
             raise UsageError(
                 f"parwrap.{name}() needs the other ranks, but no process group is open here: call it inside a function decorated with "
                 "@parwrap.distributed, or inside `with parwrap.distributed():`."

@@ -23,19 +23,21 @@ from parwrap.ranks.background import in_background
 from parwrap.ranks.device import choose_backend, choose_device, torch_backend, uses_nccl
 from parwrap.ranks.rendezvous import met, on_loopback
 from parwrap.ranks.world import World, detect
-from parwrap.torch_private.distributed import abort_process_groups
+from parwrap.torch_private.distributed import abort_process_groups, set_default_group
 
 __all__ = [
     "Group",
     "alone",
     "current",
     "is_alone",
+    "is_outside",
     "is_rank_zero",
     "local_rank",
     "open_group",
     "opened",
     "rank",
     "reading_stream",
+    "within",
     "world_size",
 ]
 
@@ -78,6 +80,8 @@ class Group:
 
 
 _current: Group | None = None
+_outside: World | None = None
+"""The world of a process that runs none of the loop; see :func:`within`."""
 _alone: list[int] = []
 """The threads that run something on one rank only; see :func:`alone`."""
 _reading_stream: list[int] = []
@@ -159,12 +163,38 @@ def current() -> Group | None:
 
 def open_group() -> Group | None:
     """The process group that parwrap or the user's own code has started, if any."""
-    if _current is not None:
+    if _current is not None or _outside is not None:
         return _current
     if not dist.is_initialized():
         return None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return Group(World(dist.get_rank(), dist.get_world_size()), "nccl" if uses_nccl() else dist.get_backend(), device)
+
+
+@contextmanager
+def within(group: Group | None, process_group: dist.ProcessGroup | None, world: World) -> Iterator[None]:
+    """Make ``group``, some of all ranks, the open group inside the block. On the other ranks it is ``None``: they act by themselves.
+
+    Args:
+        group: the group of these ranks.
+        process_group: torch's group of these ranks, in which collectives run by default.
+        world: the place of this process.
+    """
+    global _current, _outside
+    before, default = (_current, _outside), dist.group.WORLD
+    _current, _outside = group, world if group is None else None
+    if group is not None:
+        set_default_group(process_group)
+    try:
+        yield
+    finally:
+        _current, _outside = before
+        set_default_group(default)
+
+
+def is_outside() -> bool:
+    """Whether this process is not among the ranks that run the loop, as a parameter server: it does by itself what they do together."""
+    return _outside is not None
 
 
 @contextmanager
@@ -201,7 +231,7 @@ def _world() -> World:
             "each rank takes every N-th sample. Wrap its loader in parwrap.replicate(loader), so that each rank reads all that it yields."
         )
     group = open_group()
-    return group.world if group else detect(os.environ)
+    return group.world if group else _outside or detect(os.environ)
 
 
 def rank() -> int:

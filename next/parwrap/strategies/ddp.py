@@ -22,13 +22,13 @@ from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
-from parwrap.ranks.group import is_alone
+from parwrap.ranks.group import Group, is_alone
 from parwrap.strategies.buffers import Buffers
 from parwrap.strategies.ddp_averager import average_now
 from parwrap.strategies.ddp_sites import Sites
 from parwrap.strategies.strategy import Loop, Strategy
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "rank_zeros", "refuse_alone"]
 
 
 class DDP(Strategy):
@@ -116,10 +116,7 @@ class DDP(Strategy):
     def _check_backward(self) -> None:
         self._loop.optimizers.check_backward()
         if is_alone():
-            raise UsageError(
-                f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
-                "take part in averaging its gradients. Train outside of that function."
-            )
+            raise refuse_alone()
 
     def _two_threads(self) -> UsageError:
         return UsageError(
@@ -160,14 +157,7 @@ class DDP(Strategy):
         self._sites.moved()
 
     def metric(self, metric: Any) -> Any:
-        """``ReduceLROnPlateau`` decides by rank 0's number: on GPUs the ranks' differ in the last bits."""
-        group = self._loop.group
-        if is_alone():
-            return metric
-        sent = torch.tensor(float(metric), dtype=torch.float64)
-        with group.control_message("ReduceLROnPlateau.step"):
-            dist.broadcast(sent, 0, group=group.control)
-        return sent.item()
+        return rank_zeros(self._loop.group, metric)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step inside a backward: gradients are not averaged yet."""
@@ -188,3 +178,21 @@ class DDP(Strategy):
         self._sites.unwatch()
         self._sites.moved()
         self._buffers.close()
+
+
+def refuse_alone() -> UsageError:
+    """The error for a backward that only one rank runs."""
+    return UsageError(
+        f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
+        "take part in averaging its gradients. Train outside of that function."
+    )
+
+
+def rank_zeros(group: Group, metric: Any) -> Any:
+    """Rank 0's ``metric``, by which ``ReduceLROnPlateau`` decides on all ranks: on GPUs the ranks' differ in the last bits."""
+    if is_alone():
+        return metric
+    sent = torch.tensor(float(metric), dtype=torch.float64)
+    with group.control_message("ReduceLROnPlateau.step"):
+        dist.broadcast(sent, 0, group=group.control)
+    return sent.item()

@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parwrap.checks.same_data import different_data
-from parwrap.checks.same_step import Entry
+from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.checks.same_weights import is_due
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.torch_calls import Backward
@@ -37,8 +36,6 @@ from parwrap.strategies.strategy import Loop
 from parwrap.torch_private.optimizer import stepping
 
 __all__ = ["LocalSGD"]
-
-NO_DATA = (0,) * (Entry.WEIGHT - Entry.DATA)
 
 LEAST = 1e-9
 """The least weight of a rank, so that the sum of all weights is never zero."""
@@ -193,8 +190,7 @@ class LocalSGD(DDP):
             kinds, data = zip(*all_ranks, strict=True)
             if any(each != kinds[0] for each in kinds):
                 return _different_weights(kinds)
-            differ = {at // 2 for each in data for at, (a, b) in enumerate(zip(data[0], each, strict=True)) if a != b}
-            different_data(differ, place)
+            compare_data(data, place)
             return None
 
         agree(group, "an average of weights", crc32(repr(about).encode()), lambda: about, error)

@@ -13,10 +13,14 @@ __all__ = [
     "abort_process_groups",
     "check_reducer_finalized",
     "has_rebuilt_buckets",
+    "set_default_group",
 ]
 
 abort_process_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
 """Ends all process groups without waiting for running collectives. Publicly, NCCL waits for ranks that may never come."""
+
+set_default_group: Callable[[dist.ProcessGroup | None], None] = dist.distributed_c10d._update_default_pg
+"""Sets the process group that collectives run in by default. Publicly, that is always the group of all ranks."""
 
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
 """Whether DDP has put its buckets into the order of the first backward; after that, its forward only arms the reducer. Not public."""

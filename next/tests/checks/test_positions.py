@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 
@@ -55,8 +56,10 @@ def test_two_ranks_can_never_meet(mine, other, expected):
 
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
-    monkeypatch.setattr("parwrap.checks.positions._openings", iter([0, 0]))
-    both = [Positions(tmp_path, rank, range(2)) for rank in (0, 1)]
+    both = []
+    for rank in (0, 1):
+        monkeypatch.setattr("parwrap.checks.positions._openings", Counter())  # as in a process of its own
+        both.append(Positions(tmp_path, rank, range(2)))
     yield both
     for each in both:
         each.close()

@@ -24,6 +24,15 @@ def test_process_groups_are_ended_without_waiting():
     assert not dist.is_initialized()
 
 
+def test_another_group_can_be_the_default():
+    before, other = dist.group.WORLD, dist.new_group([0])
+    distributed.set_default_group(other)
+    try:
+        assert dist.group.WORLD is other
+    finally:
+        distributed.set_default_group(before)
+
+
 def test_ddp_says_when_its_buckets_are_rebuilt():
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     assert not distributed.has_rebuilt_buckets(ddp)

@@ -1,0 +1,352 @@
+"""Hogwild: the ranks of one node train one set of weights in shared memory, and each steps on its own gradients without waiting.
+
+Nothing is averaged. A step writes into memory that all ranks read, while others do the same, or with ``lock=True`` one rank at a time.
+Gradients, buffers and the state of optimizers are each rank's own. (Recht et al., 2011, https://arxiv.org/abs/1106.5730; torch's own recipe
+is ``model.share_memory()`` and one process for each worker.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parwrap.checks.same_data import NO_DATA, compare_data
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.optimizers import parameters_of
+from parwrap.places import script_place
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import Group, is_alone
+from parwrap.strategies.buffers import Buffers
+from parwrap.strategies.ddp import rank_zeros, refuse_alone
+from parwrap.strategies.ddp_sites import made_equal
+from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.torch_private.optimizer import stepping
+
+__all__ = ["Hogwild"]
+
+ALIGNED = 64
+"""Storages begin at multiples of this number of bytes."""
+
+
+class Hogwild(Strategy):
+    """Every rank steps by itself, on weights that all ranks share."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        _refuse(loop.group)
+        self._weights = _SharedWeights(loop.group)
+        self._buffers = Buffers(loop.group, loop.modules.first)
+        self._lock: _Lock | None = None
+        if loop.options().lock:
+            assert loop.group.folder is not None
+            self._lock = _Lock(loop.group.folder / f"step-{loop.same_step.positions.opening}")
+        self._generation = -1
+        self._evaluating = False
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``: its gradients are this rank's. Weights are shared before the first one, when every rank has initialized them."""
+        if is_alone():
+            raise refuse_alone()
+        optimizers = self._loop.optimizers
+        optimizers.check_backward()
+        self._train_on()
+        if not self._weights.put_back() or self._generation != optimizers.generation:
+            self._share()
+        call.run()
+        self._loop.passes.ran_backward()
+
+    def _share(self) -> None:
+        loop = self._loop
+        owned = {id(p): p for optimizer in loop.optimizers.all() for p in parameters_of(optimizer)}
+        if not owned:
+            raise UsageError(
+                f"{script_place()} runs a backward before any optimizer is built, but strategy='hogwild' shares the parameters of "
+                "optimizers: build the optimizer first. For updates by hand, use strategy='ddp'."
+            )
+        new = [p for p in owned.values() if not self._weights.has(p)]
+        if new:
+            place = loop.passes.training.place if loop.passes.training else script_place()
+            with self._others_step():
+                self._weights.share(new, loop.passes.data_to_send() or NO_DATA, lambda data: compare_data(data, place))
+            loop.passes.data_sent()
+        self._generation = loop.optimizers.generation
+
+    # steps
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take the lock, if there is one; the step of an optimizer inside another's has it already."""
+        if self._lock and len(stepping()) == 1:
+            self._lock.take()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Move parameters back into shared memory, since some steps give them other tensors."""
+        self._weights.put_back()
+        self._loop.same_step.passed(str(script_place()))
+        if self._lock and len(stepping()) == 1:
+            self._lock.release()
+
+    def _others_step(self) -> AbstractContextManager[None]:
+        """Inside the block this rank waits for the others, which may need the lock before they come: a closure trains inside a step, and a
+        step that raises leaves the lock taken."""
+        return self._lock.released() if self._lock else nullcontext()
+
+    # where ranks meet
+
+    def begins_pass(self, trains: bool) -> None:
+        if is_alone():
+            return
+        if trains:
+            self._train_on()
+        else:
+            self._evaluate()
+            self._buffers.begins_whole()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        if not training and not is_alone():
+            self._buffers.put_in_eval(module)
+            if self._loop.optimizers.evaluate():
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Wait until no rank trains, so that all evaluate the same weights."""
+        if self._weights and not self._evaluating:
+            self._evaluating = True
+            self._meet("an evaluation")
+
+    def _train_on(self) -> None:
+        """Wait until no rank evaluates."""
+        if self._evaluating:
+            self._evaluating = False
+            self._meet("training after an evaluation")
+
+    def _meet(self, kind: str) -> None:
+        self._weights.put_back()
+        with self._others_step():
+            agree(self._loop.group, kind, 0, lambda: None, lambda details: None)
+
+    def metric(self, metric: Any) -> Any:
+        return rank_zeros(self._loop.group, metric)
+
+    def end(self) -> None:
+        self._meet("the end of training")
+
+    def close(self) -> None:
+        """Give the script's parameters ordinary memory."""
+        self._weights.close()
+        self._buffers.close()
+        if self._lock:
+            self._lock.close()
+
+
+def _refuse(group: Group) -> None:
+    if not group.world.on_one_node:
+        raise UsageError(
+            f"strategy='hogwild' shares the memory of one node, but the {group.world.size} ranks are on several nodes: start them on one "
+            "node, or choose another strategy."
+        )
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(
+            "strategy='hogwild' needs memory that processes share without a name, which only Linux has: choose another strategy."
+        )
+    if group.device.type != "cpu":
+        raise UsageError(
+            f"strategy='hogwild' shares the memory of the CPU, but this rank trains on {group.device}: set CUDA_VISIBLE_DEVICES to an "
+            "empty value to train on the CPU, or choose another strategy."
+        )
+
+
+class _Lock:
+    """Lets one rank at a time take a step. A rank that ends, in whatever way, releases it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+    def take(self) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        self.release()
+        yield
+        if stepping():
+            self.take()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in the shared memory; tensors with a common storage keep it.
+
+    Attributes:
+        begin: where its storage begins, in bytes.
+        size: the bytes of its storage.
+        offset: where it begins in its storage, in elements.
+        stride: its stride, in elements.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    begin: int
+    size: int
+    offset: int
+    stride: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+class _SharedWeights:
+    """Parameters whose storage all ranks share. They stay the objects that they are."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._shared)
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` needs no sharing any more; an empty one never does."""
+        shared = self._shared.get(parameter)
+        return (not is_lazy(parameter) and not parameter.numel()) if shared is None else _alike(parameter, shared)
+
+    def share(self, parameters: Sequence[torch.Tensor], data: tuple[int, ...], compare: Callable[[Sequence[Any]], None]) -> None:
+        """Move ``parameters`` into memory that all ranks share; they get rank 0's values.
+
+        Args:
+            parameters: the same ones in the same order on all ranks.
+            data: digits of what ranks must read alike.
+            compare: raises an error if the ``data`` of the ranks differ.
+
+        Raises:
+            UsageError: a parameter cannot be shared.
+            RankMismatchError: the ranks have different parameters, or read different data.
+        """
+        for p in parameters:
+            _refuse_unshareable(p)
+        places = _laid_out(parameters)
+        about = [(place.shape, str(place.dtype), place.offset, place.stride) for place in places], data
+
+        def error(all_ranks: list[Any]) -> Exception | None:
+            layouts, datas = zip(*all_ranks, strict=True)
+            for rank, layout in enumerate(layouts):
+                if layout != layouts[0]:
+                    return _different(rank, layouts[0], layout)
+            compare(datas)
+            return None
+
+        agree(self._group, "sharing the parameters of optimizers", crc32(repr(about).encode()), lambda: about, error)
+        made_equal(self._group, parameters)
+        memory = self._memory(max(place.begin + place.size for place in places))
+        for p, place in zip(parameters, places, strict=True):
+            part = torch.frombuffer(memory, dtype=torch.uint8, count=place.size, offset=place.begin)
+            shared = place.tensor(part.untyped_storage())
+            with torch.no_grad():
+                shared.copy_(p)  # every rank writes the same values
+            self._shared[p] = shared
+        with self._group.control_message("weights in shared memory"):
+            dist.barrier(group=self._group.control)
+        for p in parameters:
+            p.data = self._shared[p]
+
+    def _memory(self, size: int) -> mmap.mmap:
+        """Memory of ``size`` bytes that the ranks share: an unnamed file of rank 0, which disappears however they end."""
+        group = self._group
+        descriptor = os.memfd_create("parwrap weights") if group.world.rank == 0 else -1  # not in /dev/shm, which is small in containers
+        where = torch.tensor([os.getpid(), descriptor])
+        with group.control_message("memory for weights"):
+            dist.broadcast(where, 0, group=group.control)
+            if group.world.rank == 0:
+                os.ftruncate(descriptor, size)
+            else:
+                descriptor = os.open(f"/proc/{int(where[0])}/fd/{int(where[1])}", os.O_RDWR)
+            dist.barrier(group=group.control)
+        try:
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def put_back(self) -> bool:
+        """Copy the values of tensors that have replaced shared ones, as ``p.data = ...`` does, into shared memory.
+
+        Return whether all are shared again; a parameter with a new shape or dtype needs another :meth:`share`.
+        """
+        whole = True
+        for p, shared in self._shared.items():
+            if p.data_ptr() == shared.data_ptr():
+                continue
+            if _alike(p, shared):
+                with torch.no_grad():
+                    shared.copy_(p)
+                p.data = shared
+            else:
+                whole = False
+        return whole
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Give every shared parameter memory of this rank alone, with its present value; those with a common storage keep one."""
+        copies: dict[int, torch.UntypedStorage] = {}
+        for p, shared in self._shared.items():
+            if p.data_ptr() == shared.data_ptr():
+                storage = p.untyped_storage()
+                copy = copies.get(storage.data_ptr()) or copies.setdefault(storage.data_ptr(), storage.clone())
+                p.data = torch.empty(0, dtype=p.dtype).set_(copy, p.storage_offset(), p.shape, p.stride())
+        self._shared = WeakTensorKeyDictionary()
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+
+
+def _laid_out(parameters: Sequence[torch.Tensor]) -> list[_Place]:
+    begins: dict[int, int] = {}
+    places, end = [], 0
+    for p in parameters:
+        storage = p.untyped_storage()
+        if storage.data_ptr() not in begins:
+            begins[storage.data_ptr()] = end
+            end += -(-storage.nbytes() // ALIGNED) * ALIGNED
+        places.append(_Place(begins[storage.data_ptr()], storage.nbytes(), int(p.storage_offset()), p.stride(), tuple(p.shape), p.dtype))
+    return places
+
+
+def _refuse_unshareable(parameter: torch.Tensor) -> None:
+    if is_lazy(parameter):
+        problem = "has no shape yet: run the model once before you build the optimizer"
+    elif parameter.device.type != "cpu":
+        problem = f"is on {parameter.device}, but only the memory of the CPU is shared: keep the model there, or choose another strategy"
+    elif parameter.layout != torch.strided:
+        problem = f"has the layout {parameter.layout}: only gradients may be sparse"
+    else:
+        return
+    raise UsageError(f"strategy='hogwild' cannot share a parameter that is trained at {script_place()}, because it {problem}.")
+
+
+def _different(rank: int, first: Sequence[Any], other: Sequence[Any]) -> RankMismatchError:
+    at = next((at for at, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    mine, theirs = (f"one of shape {each[at][0]} and {each[at][1]}" if at < len(each) else "none" for each in (first, other))
+    return RankMismatchError(
+        f"the ranks cannot share the parameters that they train, because parameter {at} of their optimizers differs: rank 0 has {mine}, "
+        f"and rank {rank} has {theirs}. Build, cast and move the same model on every rank before training."
+    )

@@ -1,0 +1,492 @@
+"""Parameter servers: the last ranks hold the weights and step, the others, the workers, push gradients to them and pull new values.
+
+Workers talk to servers alone, each at its own pace, at most ``staleness`` steps ahead of the slowest, or with ``staleness=0`` all together;
+then they train what ``ddp`` trains. This is the side of the workers, and ``ps_server.py`` is a server. (Li et al., 2014,
+https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu; stale synchronous: Ho et al., 2013.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parwrap.checks.same_data import NO_DATA, compare_data
+from parwrap.errors import LockstepError, RankMismatchError, UsageError, in_one_line
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.losses import leading_sizes
+from parwrap.loop.optimizers import parameters_of
+from parwrap.loop.passes import loss_factor
+from parwrap.options import Options
+from parwrap.places import script_place, warn
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.device import torch_backend
+from parwrap.ranks.group import Group, is_alone, within
+from parwrap.strategies.buffers import Buffers
+from parwrap.strategies.ddp import rank_zeros, refuse_alone
+from parwrap.strategies.ddp_sites import made_equal
+from parwrap.strategies.ps_server import Begun, Connections, Kind, Layout, Message, Pushed, Server, packed, set_state, state_of
+from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.strategies.zero1 import dealt_out
+
+__all__ = ["ParameterServer", "Workers", "divided"]
+
+_divisions = itertools.count()
+"""How often ranks were divided in this process. All ranks count alike."""
+
+
+@dataclass
+class Workers(Group):
+    """The process group of the workers, and what connects them with the servers.
+
+    Attributes:
+        connections: the connections.
+        servers: the ranks of the servers.
+        returned: the result of the function, once it has ended.
+    """
+
+    connections: Connections = field(kw_only=True)
+    servers: range = field(kw_only=True)
+    returned: list[Any] | None = field(kw_only=True)
+
+
+@contextmanager
+def divided(group: Group, options: Options, returned: list[Any] | None) -> Iterator[Workers | Server]:
+    """Divide the ranks of ``group`` inside the block: yield the open group of the workers on the first ones, a server on the others.
+
+    Args:
+        group: all ranks.
+        options: the number of servers, and how far workers may be apart.
+        returned: gets the result of the function when it has ended.
+
+    Raises:
+        UsageError: there are too few ranks.
+    """
+    world = group.world
+    workers = world.size - options.servers
+    if workers < 1:
+        raise UsageError(
+            f"servers={options.servers} leaves no worker among {world.size} ranks, of which the last are servers: start more ranks, or "
+            "choose fewer servers."
+        )
+    assert group.store is not None
+    assert group.folder is not None
+    name = f"workers-{next(_divisions)}"
+    all_ranks = dist.new_group(backend="gloo", timeout=group.timeout)
+    training = dist.new_group(list(range(workers)), backend=torch_backend(group.backend), timeout=group.timeout)
+    control = dist.new_group(list(range(workers)), backend="gloo", timeout=group.timeout)
+    connections = Connections(all_ranks)
+    try:
+        if world.rank >= workers:
+            with within(None, None, replace(world, size=workers)):
+                yield Server(connections, workers, world.rank, options.staleness, group.device)
+            return
+        node_ranks = tuple(rank for rank in world.node_ranks if rank < workers)
+        among = replace(world, size=workers, local_size=len(node_ranks), node_ranks=node_ranks)
+        folder = group.folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        store = dist.PrefixStore(name, group.store)
+        own = Workers(
+            among, group.backend, group.device, group.timeout, store, folder, control,
+            connections=connections, servers=range(workers, world.size), returned=returned,
+        )  # fmt: skip
+        with within(own, training, among):
+            yield own
+    finally:
+        for each in (all_ranks, *((training, control) if world.rank < workers else ())):
+            dist.destroy_process_group(each)
+
+
+@dataclass
+class _Part:
+    """The parameters of one optimizer that one server holds.
+
+    Attributes:
+        server: the rank of the server.
+        parameters: these parameters.
+        layout: their places in buffers.
+        values: the values that were pulled last.
+        known: the tensors in ``values``.
+    """
+
+    server: int
+    parameters: list[torch.Tensor]
+    layout: Layout = field(init=False)
+    values: torch.Tensor = field(init=False)
+    known: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.parameters)
+        self.values = self.layout.filled(self.parameters)
+        self.known = self.layout.views(self.values)
+
+
+class ParameterServer(Strategy):
+    """Lets servers take the steps of this worker's optimizers."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        assert isinstance(loop.group, Workers)
+        self._group, self._staleness = loop.group, loop.options().staleness
+        self._buffers = Buffers(loop.group, loop.modules.first)
+        self._first: list[nn.Module | Optimizer] = [*loop.modules.first, *loop.optimizers.all()]
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._parts: dict[int, list[_Part]] = {}
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the value of each parameter that was pulled last
+        self._keys: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the number and server of each parameter
+        self._met = self._registered = 0
+        self._generation = -1
+        self._trained = False
+        self._last = Message(Kind.FAILED)
+        self._failed: set[int] = set()
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``: its gradients are this worker's. Servers get new optimizers before, when every worker has initialized weights."""
+        if is_alone():
+            raise refuse_alone()
+        loop = self._loop
+        loop.optimizers.check_backward()
+        if self._generation != loop.optimizers.generation:
+            self._register()
+        weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
+        root, added = loop.losses.root(call), loop.divisors.weigh(call)
+        scale = weight * loss_factor(weight, self._group.world.size, loop.options())
+        loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale
+        (call if scale == 1.0 else call.times(scale)).run()
+        if root is not None and self._staleness == 0:
+            assert loss is not None
+            loop.losses.write_mean(root, call, self._mean(loss))
+        loop.passes.ran_backward()
+        self._trained = True
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        """The mean over the workers, which step together and may decide on it."""
+        total = loss.reshape(1).to("cpu", torch.float64)
+        with self._group.control_message("the loss of a step"):
+            dist.all_reduce(total, group=self._group.control)
+        return total.item() / self._group.world.size
+
+    # new optimizers
+
+    def _register(self) -> None:
+        """Send new optimizers, and those with new parameters, to the servers, once all workers are here."""
+        optimizers = self._loop.optimizers
+        if not optimizers.all():
+            raise UsageError(
+                f"{script_place()} runs a backward before any optimizer is built, but strategy='parameter_server' needs the optimizer for "
+                "its steps: build it first. For updates by hand, use strategy='ddp'."
+            )
+        new = [each for each in optimizers.all() if self._count(each) != len(list(parameters_of(each)))]
+        if new:
+            self._pull_all("new optimizers", unseen=True, about=[[(p.shape, str(p.dtype)) for p in parameters_of(each)] for each in new])
+            self._drop_unused()
+            for optimizer in new:
+                made_equal(self._group, [p for p in parameters_of(optimizer) if p not in self._keys])
+                self._lay_out(optimizer)
+            if self._group.world.rank == 0:
+                for optimizer in new:
+                    self._begin(optimizer)
+            self._meet("optimizers on their way to the servers")
+            for optimizer in new:
+                optimizer.state.clear()
+        self._generation = optimizers.generation
+
+    def _drop_unused(self) -> None:
+        """Drop optimizers that no worker has any more: Python may collect one with a scheduler later on one worker than on another."""
+        alive = {self._numbers[each] for each in self._loop.optimizers.all() if each in self._numbers}
+        on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
+        with self._group.control_message("optimizers that are still used"):
+            dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self._group.control)
+        self._parts = {number: parts for (number, parts), used in zip(self._parts.items(), on_any.tolist(), strict=True) if used}
+
+    def _count(self, optimizer: Optimizer) -> int:
+        """The number of parameters of ``optimizer`` that servers hold."""
+        return sum(len(part.parameters) for part in self._parts.get(self._numbers.get(optimizer, -1), ()))
+
+    def _lay_out(self, optimizer: Optimizer) -> None:
+        """Deal new parameters out to the servers; all workers do it alike."""
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = self._registered
+            self._registered += 1
+        new = [p for p in parameters_of(optimizer) if p not in self._keys]
+        servers = self._group.servers
+        for p, place in zip(new, dealt_out([p.numel() * p.element_size() for p in new], [0] * len(servers)), strict=True):
+            self._keys[p] = self._met, servers[place]
+            self._met += 1
+        several: dict[int, list[torch.Tensor]] = {}
+        for p in parameters_of(optimizer):
+            several.setdefault(self._keys[p][1], []).append(p)
+        parts = [_Part(server, held) for server, held in sorted(several.items())]
+        self._parts[self._numbers[optimizer]] = parts
+        for part in parts:
+            self._note(part)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        try:
+            sent = packed(optimizer)
+        except Exception as error:  # whatever a class of the script raises
+            raise UsageError(
+                f"a {type(optimizer).__name__} cannot be sent to the parameter servers ({error}): define its class at the top level of a "
+                "module, without lambdas in its attributes, or choose another strategy."
+            ) from error
+        keys, holders = zip(*(self._keys[p] for p in parameters_of(optimizer)), strict=True)
+        kinds = [(p.shape, p.dtype, p.device.type) for p in parameters_of(optimizer)]
+        first = self._group.servers[0]
+        begun = Begun(sent, kinds, list(keys), [each - first for each in holders], self._options_of(optimizer), set(self._parts))
+        for part in self._parts[self._numbers[optimizer]]:
+            self._ask(part.server, Message(Kind.BEGIN, self._numbers[optimizer], pickle.dumps(begun), part.values))
+
+    def _options_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The options of its groups, with the learning rates of this number of workers."""
+        factor = self._loop.options().lr_factor(self._group.world.size)
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        return groups if factor == 1.0 else [{**each, "lr": each["lr"] * factor} if "lr" in each else each for each in groups]
+
+    # steps
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Let the servers step with this worker's gradients, and take the new values."""
+        if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
+            return False
+        number = self._numbers.get(optimizer)
+        if number is None:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {script_place()} comes before any backward, but a parameter server steps with "
+                "gradients: call backward() first, or choose another strategy."
+            )
+        same_step, place = self._loop.same_step, str(script_place())
+        if self._staleness is None:
+            same_step.passed(place)
+        else:  # workers must take equally many steps
+            same_step.backward(number, place)
+        options = self._options_of(optimizer)
+        for part in self._parts[number]:
+            self._push_changes(number, part)
+            self._send(part.server, self._gradients(number, part, options))
+        for part in self._parts[number]:
+            self._received(part.server, part.values)
+            self._take(part)
+        same_step.positions.run()
+        return True
+
+    def _gradients(self, number: int, part: _Part, options: list[dict[str, Any]]) -> Message:
+        pushed, buffer = Pushed([], {}, options), part.layout.buffer()
+        for place, (p, view) in enumerate(zip(part.parameters, part.layout.views(buffer), strict=True)):
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                grad = p.grad.detach().coalesce()
+                pushed.sparse[place] = (grad.indices().cpu(), grad.values().cpu(), grad.shape)
+            else:
+                pushed.dense.append(place)
+                view.copy_(p.grad.detach())
+        return Message(Kind.PUSH, number, pickle.dumps(pushed), buffer if pushed.dense else None)
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        raise UsageError(
+            f"{type(optimizer).__name__}.step(closure) at {script_place()} cannot run on a parameter server: the closure computes "
+            "gradients on the worker during the step, which the server takes. Call backward() and then step() without a closure, or choose "
+            "another strategy."
+        )
+
+    def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
+        if self._staleness is not None:
+            raise UsageError(
+                f"a loss scale at {script_place()} leaves out steps whose gradients overflow, on one worker and not on the others, which "
+                f"staleness={self._staleness} would let wait for it. Compute in bf16, which needs no loss scale, or leave staleness out."
+            )
+
+    # values
+
+    def _note(self, part: _Part) -> None:
+        for p, known in zip(part.parameters, part.known, strict=True):
+            self._known[p] = known
+
+    @torch.no_grad()
+    def _take(self, part: _Part, unseen: bool = False) -> None:
+        """Write the pulled values into the parameters; ``unseen`` by autograd, inside a backward."""
+        self._note(part)
+        for p, known in zip(part.parameters, part.known, strict=True):
+            (p.data if unseen else p).copy_(known)
+
+    def _push_changes(self, number: int, part: _Part) -> None:
+        """Push the values that the script has changed by hand since they were pulled."""
+        changed = [place for place, p in enumerate(part.parameters) if not torch.equal(self._known[p].view(p.shape), p.detach().cpu())]
+        if changed:
+            self._ask(part.server, Message(Kind.SET, number, pickle.dumps(changed), part.layout.filled(part.parameters)))
+
+    def _pull_all(self, kind: str, unseen: bool = False, about: object = None) -> None:
+        """All workers meet and get the same values; no worker steps meanwhile."""
+        for number, part in self._all_parts():
+            self._push_changes(number, part)
+        self._meet(kind, about)
+        for number, part in self._all_parts():
+            self._ask(part.server, Message(Kind.PULL, number), part.values)
+            self._take(part, unseen)
+
+    def _all_parts(self) -> Iterator[tuple[int, _Part]]:
+        return ((number, part) for number, parts in self._parts.items() for part in parts)
+
+    def _meet(self, kind: str, about: object = None) -> None:
+        passes = self._loop.passes
+        details = about, passes.data_to_send() or NO_DATA
+        place = passes.training.place if passes.training else script_place()
+
+        def error(all_ranks: Sequence[Any]) -> Exception | None:
+            kinds, data = zip(*all_ranks, strict=True)
+            for rank, each in enumerate(kinds):
+                if each != kinds[0]:
+                    return RankMismatchError(
+                        f"the workers train different parameters: rank 0 has optimizers of {kinds[0]} and rank {rank} of {each}. Build the "
+                        "same models and optimizers on every rank."
+                    )
+            compare_data(data, place)
+            return None
+
+        agree(self._group, kind, crc32(repr(details).encode()), lambda: details, error)
+        passes.data_sent()
+
+    # messages
+
+    def _ask(self, server: int, message: Message, into: torch.Tensor | None = None) -> Message:
+        self._send(server, message)
+        return self._received(server, into)
+
+    def _send(self, server: int, message: Message) -> None:
+        try:
+            self._group.connections.send(server, message)
+        except RuntimeError as error:
+            raise _ended(server) from error
+
+    def _received(self, server: int, into: torch.Tensor | None = None) -> Message:
+        try:
+            message = self._group.connections.receive(server, into)
+        except RuntimeError as error:
+            raise _ended(server) from error
+        if message.kind is Kind.FAILED:
+            self._failed.add(server)
+            raise LockstepError(message.content.decode())
+        return message
+
+    # evaluation and state
+
+    def begins_pass(self, trains: bool) -> None:
+        if not trains and not is_alone():
+            self._evaluate()
+            self._buffers.begins_whole()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        if not training and not is_alone():
+            self._buffers.put_in_eval(module)
+            if self._loop.optimizers.evaluate():
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        """All workers evaluate the same weights."""
+        if self._trained:
+            self._trained = False
+            self._pull_all("an evaluation")
+            self._meet("training after an evaluation")
+
+    def metric(self, metric: Any) -> Any:
+        return rank_zeros(self._group, metric)
+
+    def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state that the servers have."""
+        if optimizer not in self._numbers:
+            return original()
+        set_state(optimizer, self._state(optimizer))
+        try:
+            return original()
+        finally:
+            optimizer.state.clear()
+
+    def _state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        state: dict[int, dict[str, Any]] = {}
+        number = self._numbers[optimizer]
+        for part in self._parts[number]:
+            state |= pickle.loads(self._ask(part.server, Message(Kind.STATE, number)).content)
+        return state
+
+    def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
+        """Load ``state``, on the servers too."""
+        original(state)
+        number = self._numbers.get(optimizer)
+        if number is None or is_alone():
+            return
+        self._meet("loading the state of an optimizer")
+        if self._group.world.rank == 0:
+            content = pickle.dumps((state_of(optimizer), self._options_of(optimizer)))
+            for part in self._parts[number]:
+                self._ask(part.server, Message(Kind.LOAD, number, content))
+        self._meet("the state of an optimizer on its way to the servers")
+        optimizer.state.clear()
+
+    def moved(self, module: nn.Module) -> None:
+        if any(p in self._known and self._known[p].dtype != p.dtype for p in module.parameters()):
+            raise UsageError(
+                f"{script_place()} casts parameters that a parameter server holds, which keep their dtype there: cast the model before its "
+                "first backward, or choose another strategy."
+            )
+
+    # the end
+
+    def end(self) -> None:
+        """Every worker ends with the same weights, and its optimizers with their state."""
+        self._pull_all("the end of training")
+        for optimizer in self._numbers:
+            set_state(optimizer, self._state(optimizer))
+        self._numbers.clear()
+        self._last = Message(Kind.END)
+
+    def make_whole(self) -> None:
+        """Worker 0 sends the servers what they return, and the modules and optimizers that the function was called with."""
+        if self._group.world.rank == 0:
+            states = [each.state_dict() for each in self._first]
+            self._last = Message(Kind.END, content=pickle.dumps((states, _pickled(self._group.returned))))
+
+    def close(self) -> None:
+        self._buffers.close()
+        last, error = self._last, sys.exc_info()[1]
+        if last.kind is Kind.FAILED and error is not None:
+            last = last._replace(content=(in_one_line(error) if not isinstance(error, LockstepError) else str(error)).encode())
+        for server in self._group.servers:
+            if server not in self._failed:
+                with suppress(RuntimeError):  # it has ended
+                    self._group.connections.send(server, last)
+        self._parts.clear()
+
+
+def _ended(server: int) -> LockstepError:
+    return LockstepError(f"rank {server}, a parameter server, has ended: its own error says why.")
+
+
+def _pickled(returned: list[Any] | None) -> bytes:
+    try:
+        return pickle.dumps(returned)
+    except Exception as error:
+        warn(f"parwrap: the result of the function cannot be sent to the parameter servers, where it returns None: {error}.")
+        return pickle.dumps(None)
+
+
+def take_result(server: Server, first: Iterable[nn.Module | Optimizer], returned: list[Any] | None) -> None:
+    """Give a server's process what worker 0 has sent at its end."""
+    if not server.result:
+        return
+    states, result = pickle.loads(server.result)
+    for each, state in zip(first, states, strict=True):
+        each.load_state_dict(state)
+    if returned is not None:
+        returned[:] = pickle.loads(result) or ()

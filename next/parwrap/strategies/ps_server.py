@@ -1,0 +1,461 @@
+"""A parameter server: it holds weights and the state of optimizers, and steps with the gradients that workers push.
+
+A worker asks, the server answers; one thread for each worker does that, and one at a time steps. The server's process runs the script up to
+its first backward, so that it knows the classes of the script's optimizers. ``parameter_server.py`` is the side of the workers.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from parwrap.errors import LockstepError, in_one_line
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.optimizers import parameters_of
+from parwrap.torch_private.optimizer import global_post_hooks, global_pre_hooks
+
+__all__ = ["Begun", "Connections", "Kind", "Layout", "Message", "Pushed", "Served", "Server", "may_step", "packed", "set_state", "state_of"]
+
+# messages
+
+ALIGNED = 16
+"""Each tensor of a buffer begins at a multiple of this number of bytes, so that it can be viewed in its dtype."""
+
+
+class Kind(IntEnum):
+    """What a worker asks for. An answer repeats it, or is ``FAILED`` with a text."""
+
+    FAILED = 0
+    """The worker, or in an answer anyone, has ended with an error, whose text is the content."""
+    BEGIN = 1
+    """An optimizer and its parameters, to step from now on."""
+    PUSH = 2
+    """Gradients for one step; the answer has the new values."""
+    SET = 3
+    """Values that the script has changed by hand."""
+    PULL = 4
+    """The present values."""
+    STATE = 5
+    """The state of the optimizer for the parameters here."""
+    LOAD = 6
+    """A state to continue from."""
+    END = 7
+    """The worker has ended; that of worker 0 has the result for the servers."""
+
+
+class Message(NamedTuple):
+    """A message between a worker and a server.
+
+    Attributes:
+        kind: what it asks for.
+        optimizer: the number of the optimizer.
+        content: an object, pickled; empty for none.
+        values: a buffer of values or gradients.
+    """
+
+    kind: Kind
+    optimizer: int = 0
+    content: bytes = b""
+    values: torch.Tensor | None = None
+
+
+class Connections:
+    """Messages between workers and servers.
+
+    Args:
+        process_group: a gloo group of all ranks, which nothing else uses.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = process_group
+
+    def send(self, rank: int, message: Message) -> None:
+        values = torch.empty(0, dtype=torch.uint8) if message.values is None else message.values
+        parts = [torch.tensor([message.kind, message.optimizer, len(message.content), len(values)])]
+        if message.content:
+            parts.append(torch.frombuffer(bytearray(message.content), dtype=torch.uint8))
+        if len(values):
+            parts.append(values)
+        for work in [self._group.send([part], rank, 0) for part in parts]:
+            work.wait()
+
+    def receive(self, rank: int, into: torch.Tensor | None = None) -> Message:
+        """The next message of ``rank``, with its values in the buffer ``into``, or in a new one.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        head = torch.empty(4, dtype=torch.int64)
+        self._group.recv([head], rank, 0).wait()
+        kind, optimizer, length, size = head.tolist()
+        content = torch.empty(length, dtype=torch.uint8)
+        if length:
+            self._group.recv([content], rank, 0).wait()
+        values = torch.empty(size, dtype=torch.uint8) if into is None or not size else into
+        if size:
+            self._group.recv([values], rank, 0).wait()
+        return Message(Kind(kind), optimizer, content.numpy().tobytes(), values)
+
+
+class Layout:
+    """The places of tensors in a buffer of bytes.
+
+    >>> layout = Layout([torch.ones(3), torch.zeros(2, 2)])
+    >>> [tuple(view.shape) for view in layout.views(layout.buffer())]
+    [(3,), (2, 2)]
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kinds, self._size = [], 0
+        for tensor in tensors:
+            end = self._size + tensor.numel() * tensor.element_size()
+            self._kinds.append((self._size, end, tensor.dtype, tensor.shape))
+            self._size = -(-end // ALIGNED) * ALIGNED
+
+    def buffer(self) -> torch.Tensor:
+        """A new buffer of zeros."""
+        return torch.zeros(self._size, dtype=torch.uint8)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the tensors in ``buffer``."""
+        return [buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._kinds]
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A new buffer with the values of ``tensors``."""
+        buffer = self.buffer()
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+            view.copy_(tensor.detach())
+        return buffer
+
+
+class Begun(NamedTuple):
+    """An optimizer that servers step from now on.
+
+    Attributes:
+        optimizer: the optimizer, :func:`packed`.
+        kinds: the shape, dtype and kind of device of each of its parameters.
+        keys: the number of each parameter, the same in all optimizers that have it.
+        holders: the server that holds each parameter, counted among the servers.
+        options: the options of its groups.
+        alive: the numbers of all optimizers that are still used.
+    """
+
+    optimizer: bytes
+    kinds: list[tuple[torch.Size, torch.dtype, str]]
+    keys: list[int]
+    holders: list[int]
+    options: list[dict[str, Any]]
+    alive: set[int]
+
+
+class Pushed(NamedTuple):
+    """What a worker pushes besides the buffer of dense gradients.
+
+    Attributes:
+        dense: the places of the parameters that have one, among those of the server.
+        sparse: the indices, values and shapes of sparse gradients, by place.
+        options: the options of the optimizer's groups.
+    """
+
+    dense: list[int]
+    sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Size]]
+    options: list[dict[str, Any]]
+
+
+# optimizers on their way: the script's own object, with other tensors in place of its parameters
+
+
+def packed(optimizer: Optimizer) -> bytes:
+    """Pickle ``optimizer`` without its parameters' values, its hooks, and the wrappers that schedulers put around its step.
+
+    Raises:
+        Exception: whatever pickle raises for an object in it that it cannot pickle, such as a local class or a lambda.
+    """
+    place_of = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing: Any) -> Any:
+            return place_of.get(id(thing))
+
+    plain = {name: value for name, value in vars(optimizer).items() if not (name == "step" or "hook" in name)}
+    stream = io.BytesIO()
+    Pickler(stream).dump((type(optimizer), plain))
+    return stream.getvalue()
+
+
+def _unpacked(sent: bytes, parameters: Sequence[torch.Tensor]) -> Optimizer:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, place: int) -> torch.Tensor:
+            return parameters[place]
+
+    kind, plain = Unpickler(io.BytesIO(sent)).load()
+    optimizer = object.__new__(kind)
+    optimizer.__setstate__(plain)
+    return optimizer
+
+
+def state_of(optimizer: Optimizer, places: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
+    """The state of ``optimizer`` for the parameters at ``places``, by place; for all by default."""
+    states = {place: optimizer.state.get(p) for place, p in enumerate(parameters_of(optimizer))}
+    return {place: state for place, state in states.items() if state and (places is None or place in places)}
+
+
+def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Sequence[int] | None = None) -> None:
+    """Make ``optimizer`` continue from ``state`` for the parameters at ``places``; for all by default."""
+    for place, p in enumerate(parameters_of(optimizer)):
+        if places is None or place in places:
+            optimizer.state.pop(p, None)
+            if place in state:
+                optimizer.state[p] = {name: _on_device_of(value, p) for name, value in state[place].items()}
+
+
+def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
+    """Counters stay on the CPU."""
+    return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+class _Held:
+    """The part of an optimizer that a server holds.
+
+    Args:
+        optimizer: the script's optimizer, in which parameters of other servers are empty.
+        places: the places of the server's own parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, places: Sequence[int]) -> None:
+        self._optimizer, self._places = optimizer, places
+        parameters = list(parameters_of(optimizer))
+        self.parameters = [parameters[place] for place in places]
+        self._layout = Layout(self.parameters)
+        for place, p in enumerate(parameters):
+            if place not in places:
+                optimizer.state.pop(p, None)
+        self.load(self.state(), [])
+
+    def values(self) -> torch.Tensor:
+        return self._layout.filled(self.parameters)
+
+    def set(self, places: Sequence[int], buffer: torch.Tensor) -> None:
+        views = self._layout.views(buffer)
+        for place in places:
+            self.parameters[place].data.copy_(views[place])
+
+    def step(self, pushes: Sequence[Message]) -> None:
+        """Step once with the average of the workers' gradients; a worker without a gradient counts as zero."""
+        sums: dict[int, torch.Tensor] = {}
+        for message in pushes:
+            pushed: Pushed = pickle.loads(message.content)
+            self.set_options(pushed.options)
+            assert message.values is not None
+            views = self._layout.views(message.values) if pushed.dense else []
+            found = {place: views[place] for place in pushed.dense}
+            found |= {place: torch.sparse_coo_tensor(*parts, check_invariants=False) for place, parts in pushed.sparse.items()}
+            for place, gradient in found.items():
+                sums[place] = sums[place] + gradient if place in sums else gradient
+        for place, p in enumerate(self.parameters):
+            p.grad = (sums[place] / len(pushes)).to(p.device) if place in sums else None
+        with _unobserved():
+            self._optimizer.step()
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        return state_of(self._optimizer, self._places)
+
+    def load(self, state: dict[int, dict[str, Any]], options: list[dict[str, Any]]) -> None:
+        self.set_options(options)
+        set_state(self._optimizer, state, self._places)
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        for group, given in zip(self._optimizer.param_groups, options, strict=False):
+            group.update(given)
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Global optimizer hooks are off while the server steps: they count the steps of its own script, which takes none."""
+    hooks = (global_pre_hooks, global_post_hooks)
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.update(kept)
+
+
+# the server
+
+
+def may_step(steps: Mapping[int, int], worker: int, staleness: int | None) -> bool:
+    """Whether it is the turn of ``worker``.
+
+    Args:
+        steps: the number of steps that each worker has asked for, of those that have not ended.
+        worker: one of them.
+        staleness: how many steps it may be ahead of the slowest; ``None`` for any number.
+
+    >>> [may_step({0: asked, 1: 3}, 0, staleness=2) for asked in (4, 5, 6)]
+    [True, True, False]
+    """
+    return staleness is None or steps[worker] <= min(steps.values()) + staleness
+
+
+class Served(BaseException):
+    """Ends the script's function on a server once all workers have ended; no ``except Exception`` of the script catches it."""
+
+
+class Server(Interceptor):
+    """Serves the workers from its own first backward on.
+
+    Args:
+        connections: the connections to the workers.
+        workers: their number; they are the first ranks.
+        rank: this rank.
+        staleness: how many steps a worker may be ahead of the slowest; 0: they step together; ``None``: each at its own pace.
+        device: the device for parameters that are not on the CPU of workers.
+
+    Attributes:
+        result: what worker 0 sends at its end, pickled.
+    """
+
+    def __init__(self, connections: Connections, workers: int, rank: int, staleness: int | None, device: torch.device) -> None:
+        self._connections, self._workers, self._rank, self._staleness, self._device = connections, workers, rank, staleness, device
+        self._held: dict[int, _Held] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._changed = threading.Condition()
+        self._steps = dict.fromkeys(range(workers), 0)  # asked for by each worker that has not ended
+        self._together: dict[int, Message] = {}
+        self._rounds = 0
+        self._error: BaseException | None = None
+        self.result = b""
+
+    def backward(self, call: Backward) -> NoReturn:
+        self.serve()
+        raise Served
+
+    def serve(self) -> None:
+        """Serve until all workers have ended.
+
+        Raises:
+            LockstepError: a worker has failed.
+            Exception: what a step of the script's optimizer has raised.
+        """
+        threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in range(self._workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self, worker: int) -> None:
+        """Answer ``worker`` until it ends; after a failure of anyone, with that failure."""
+        while True:
+            try:
+                message = self._connections.receive(worker)
+            except RuntimeError:
+                message = Message(Kind.FAILED)
+            try:
+                with self._changed:
+                    answer = self._handled(worker, message)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+                    self._changed.notify_all()
+                text = str(self._error)
+                if not isinstance(self._error, LockstepError):
+                    text = f"rank {self._rank}, a parameter server, has failed with {in_one_line(self._error)}."
+                answer = Message(Kind.FAILED, content=text.encode())
+            if message.kind in (Kind.END, Kind.FAILED):  # it waits for no answer
+                return
+            with suppress(RuntimeError):  # it has ended, which the next turn finds
+                self._connections.send(worker, answer)
+            if answer.kind is Kind.FAILED:
+                return
+
+    def _handled(self, worker: int, message: Message) -> Message:
+        """Do what ``message`` asks for; return the answer."""
+        number, answer = message.optimizer, Message(message.kind)
+        if message.kind is Kind.END:
+            self.result = message.content or self.result
+            del self._steps[worker]
+            self._changed.notify_all()
+        elif self._error is not None:
+            raise self._error
+        elif message.kind is Kind.FAILED:
+            why = f" with {text}" if (text := message.content.decode()) else ": its own error says why."
+            raise LockstepError(f"rank {worker}, a worker of the parameter server, has ended{why}")
+        elif message.kind is Kind.PUSH:
+            self._push(worker, message)
+            answer = answer._replace(values=self._held[number].values())
+        elif message.kind is Kind.PULL:
+            answer = answer._replace(values=self._held[number].values())
+        elif message.kind is Kind.STATE:
+            answer = answer._replace(content=pickle.dumps(self._held[number].state()))
+        elif message.kind is Kind.SET:
+            assert message.values is not None
+            self._held[number].set(pickle.loads(message.content), message.values)
+        elif message.kind is Kind.LOAD:
+            self._held[number].load(*pickle.loads(message.content))
+        elif message.kind is Kind.BEGIN:
+            assert message.values is not None
+            self._begin(number, pickle.loads(message.content), message.values)
+        return answer
+
+    def _push(self, worker: int, message: Message) -> None:
+        """Step when it is the turn of ``worker``."""
+        self._steps[worker] += 1
+        if self._staleness == 0:
+            self._push_together(worker, message)
+            return
+        self._changed.notify_all()
+        self._wait(lambda: may_step(self._steps, worker, self._staleness))
+        self._held[message.optimizer].step([message])
+
+    def _push_together(self, worker: int, message: Message) -> None:
+        self._together[worker] = message
+        if len({each.optimizer for each in self._together.values()}) > 1:
+            steps = ", ".join(f"rank {rank} is in a step of optimizer {each.optimizer}" for rank, each in self._together.items())
+            raise LockstepError(f"the workers have come apart: {steps}. With staleness=0 all workers must step in the same order.")
+        if len(self._together) < self._workers:
+            this = self._rounds
+            self._wait(lambda: self._rounds > this)
+            return
+        self._held[message.optimizer].step([each for _, each in sorted(self._together.items())])
+        self._together.clear()
+        self._rounds += 1
+        self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._error is not None or until())
+        if self._error is not None:
+            raise self._error
+
+    def _begin(self, number: int, begun: Begun, values: torch.Tensor) -> None:
+        """Hold this server's part of an optimizer; parameters that it holds already keep their values."""
+        own = [place for place, holder in enumerate(begun.holders) if holder == self._rank - self._workers]
+        sent = Layout([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in (begun.kinds[place] for place in own)])
+        parameters = [nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False) for _, dtype, _ in begun.kinds]
+        for place, value in zip(own, sent.views(values), strict=True):
+            key, device = begun.keys[place], torch.device("cpu") if begun.kinds[place][2] == "cpu" else self._device
+            if key not in self._parameters:
+                trains = value.is_floating_point() or value.is_complex()
+                self._parameters[key] = nn.Parameter(value.to(device, copy=True), requires_grad=trains)
+            parameters[place] = self._parameters[key]
+        held = _Held(_unpacked(begun.optimizer, parameters), own)
+        before = self._held.get(number)
+        held.load({**held.state(), **before.state()} if before else held.state(), begun.options)  # it has got more parameters
+        self._held = {each: kept for each, kept in self._held.items() if each in begun.alive} | {number: held}
+        left = {id(p) for each in self._held.values() for p in each.parameters}
+        self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}
