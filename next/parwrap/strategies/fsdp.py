@@ -54,7 +54,7 @@ class FSDP(DDP):
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which all ranks have met them
         self._tensors = ShardedTensors(loop.group)
         self._sites: _Sites = _Sites(loop, self._buffers.watch, self._alive)
-        self._weights.leaves_out = is_sharded
+        self._weights.leaves_out = self._is_part
         self._mesh: DeviceMesh | None = None
         self._in_forward = False
 
@@ -62,8 +62,10 @@ class FSDP(DDP):
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
         """Shard ``module``, if it is one that the script calls and not sharded yet."""
-        if self._in_forward or in_backward() or is_alone():
-            if is_alone() and module in self._inner and not self._in_forward:
+        if self._in_forward or self._thread is not None or in_backward():  # in backwards, checkpoints recompute
+            return original(*args, **kwargs)
+        if is_alone():
+            if module in self._inner:
                 refuse_alone(f"the forward of a {type(module).__name__}")
             return original(*args, **kwargs)
         self._shard(module)
@@ -132,6 +134,10 @@ class FSDP(DDP):
     def _alive(self) -> list[ShardedModel]:
         return [model for ref in self._models if (model := ref()) is not None]
 
+    def _is_part(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` is in shards, or what torch gathers of one that is."""
+        return is_sharded(p) or any(p is leaf for model in self._alive() for _, leaf in model.leaves())
+
     def _reset(self) -> None:
         for model in self._alive():
             model.reset()
@@ -158,12 +164,13 @@ class FSDP(DDP):
         """Leave ``None`` in parameters that no rank has reached, where torch has reduced zeros with their unit."""
         for model in self._alive():
             if model.zeros:
-                reached = self._sites.reached_elsewhere()
+                reached = self._sites.reached_elsewhere() | self._tensors.read
                 for p in model.zeros:
                     if id(p) not in reached:
                         p.grad = None
                 model.zeros.clear()
             model.reached.clear()
+        self._tensors.read.clear()
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
         super().average([p for p in parameters if not is_sharded(p)])
@@ -286,7 +293,7 @@ class _Sites(Sites):
         self.in_shards: dict[int, Callable[[], bool]] = {}
 
     def leaves(self, call: Backward) -> list[torch.Tensor]:
-        parameter_of = {id(leaf): p for model in self._models() for p, leaf in model.leaves()}
+        parameter_of = {id(leaf): p for model in self._models() for p, leaf in (*model.leaves(), *model.shards())}
         return [parameter_of.get(id(leaf), leaf) for leaf in super().leaves(call)]
 
     def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:

@@ -111,6 +111,10 @@ class ShardedModel:
         """Each of the script's parameters, with the leaf of autograd graphs that it stands for, once that exists."""
         return ((p, leaf) for p, param in self.parameters if (leaf := unsharded_parameter(param)) is not None)
 
+    def shards(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
+        """Each of the script's parameters, with the ``DTensor`` that it stands for, which graphs reach outside of forwards."""
+        return ((p, param.sharded_param) for p, param in self.parameters)
+
     def is_reached(self, number: int, param: Any) -> bool:
         """Whether backwards have reached the parameter with the id ``number`` since ``reached`` was cleared."""
         leaf = unsharded_parameter(param)

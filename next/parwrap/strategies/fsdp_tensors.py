@@ -75,7 +75,7 @@ class Sharded(nn.Parameter):
             p.grad = None
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         p.__class__ = Sharded
-        p.__dict__["sharded"] = new
+        p.__dict__["sharded"], new.__dict__["stands_for"] = new, id(p)
 
     @staticmethod
     def put_back(p: nn.Parameter, whole: Callable[[DTensor], T]) -> None:
@@ -125,11 +125,15 @@ class ShardedTensors:
 
     Args:
         group: the process group.
+
+    Attributes:
+        read: the ids of parameters that graphs have read outside of forwards since this was cleared.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._steps = 0
+        self.read: set[int] = set()
 
     def begin_step(self) -> None:
         """An optimizer steps: it works on parts."""
@@ -182,7 +186,10 @@ class ShardedTensors:
         if is_alone():
             refuse_alone(what)
         with self._group.control_message(what), disable_torch_function():
-            return _Gathered.apply(_current(tensor))  # type: ignore[no-untyped-call]
+            tensor = _current(tensor)
+            if tensor.requires_grad and "stands_for" in tensor.__dict__:
+                self.read.add(tensor.__dict__["stands_for"])
+            return _Gathered.apply(tensor)  # type: ignore[no-untyped-call]
 
     def _on_whole(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func in (T.__deepcopy__, T.__reduce_ex__):
