@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -91,6 +91,7 @@ class FSDP(DDP):
             return
         if not any(id(p) in owners and can_be_sharded(p, device) for p in parameters.values()):
             return
+        infers = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):
             self._make_alike(module, {name: p for name, p in parameters.items() if not is_sharded(p)})
             self._sites.unwatch()
@@ -100,7 +101,11 @@ class FSDP(DDP):
             model = ShardedModel(module, inside, whole, self._mesh_of(device), self._loop.same_step.sends, self._tensors.whole)
             self._models.append(weakref.ref(model))  # the hooks on its modules hold it
             self._inner.update(module.modules())
-            self._sites.in_shards = {id(p): partial(each.is_reached, id(p), param) for each in self._alive() for p, param in each.parameters}
+            self._sites.in_shards = {
+                id(p): partial(each.is_reached, id(p), param) for each in self._alive() for p, param in each.parameters
+            }
+            if infers:
+                model.gather_once()
             for optimizer in optimizers.all():
                 self._tensors.shard_state(optimizer)
 
@@ -223,13 +228,11 @@ class FSDP(DDP):
 
     def saved(self, thing: Any) -> Any:
         """``thing`` with whole tensors and plain modules: only rank 0 writes it."""
+        memo: dict[int, Any] = {}
 
         def plain(leaf: Any) -> Any:
-            if isinstance(leaf, nn.Module) and any(module in self._inner for module in leaf.modules()):
-                return copy.deepcopy(leaf)
-            if is_sharded(leaf) or (isinstance(leaf, Optimizer) and any(map(is_sharded, parameters_of(leaf)))):
-                return copy.deepcopy(leaf)
-            return leaf
+            held = leaf.parameters() if isinstance(leaf, nn.Module) else parameters_of(leaf) if isinstance(leaf, Optimizer) else [leaf]
+            return copy.deepcopy(leaf, memo) if any(map(is_sharded, held)) else leaf
 
         return mapped(thing, plain)
 
@@ -302,3 +305,11 @@ class _Sites(Sites):
     def reached_elsewhere(self) -> set[int]:
         """The ids of the parameters in shards that the last backward has reached on any rank."""
         return set() if self._running is None else self._running.reached_others()
+
+
+def _refuse_hidden(error: BaseException | None) -> NoReturn:
+    raise UsageError(
+        f"the backward at {script_place()} reaches a part of a sharded model without going through its outputs: through a loss that forward "
+        "keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp', "
+        "weights are there only while a backward goes through outputs: return that loss from forward, or use strategy='ddp'."
+    ) from error

@@ -99,13 +99,14 @@ class ShardedModel:
                     Sharded.replace(p, param.sharded_param)
                     register_as(param, p)
                     self.parameters.append((p, param))
-        if torch.is_inference_mode_enabled():  # torch makes the tensors for whole parameters when it gathers first, to keep them
-            with torch.inference_mode(False):
-                for state in self._states:
-                    for group in param_groups(state):
-                        group.unshard()
-                        group.wait_for_unshard()
-                        group.reshard()
+
+    def gather_once(self) -> None:
+        """Gather all units now: torch keeps the tensors that it makes then, and training cannot use those of inference mode."""
+        for state in self._states:
+            for group in param_groups(state):
+                group.unshard()
+                group.wait_for_unshard()
+                group.reshard()
 
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each of the script's parameters, with the leaf of autograd graphs that it stands for, once that exists."""
@@ -196,7 +197,8 @@ class ShardedModel:
                 info = module_info(param)
                 if type(getattr(info.module, info.param_name, None)) is not Sharded:
                     _refuse_exchanged(info)
-        self._sends(f"the forward of {name}")
+        if param_groups(state):
+            self._sends(f"the forward of {name}")
 
     def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
         """Reduce the gradients of a unit. A rank that has reached other parameters of it than another sends zeros for those."""

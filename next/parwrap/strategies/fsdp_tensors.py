@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -42,7 +43,9 @@ NEEDS_NO_VALUES = frozenset(
 )
 """Operations that say or change what a tensor is. ``detach`` shares its memory."""
 
-ON_WHOLE = frozenset({T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__})
+ON_WHOLE = frozenset(
+    {T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__}
+)
 """Operations that write to a whole copy first: random numbers, and elements by index."""
 
 IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
@@ -75,7 +78,7 @@ class Sharded(nn.Parameter):
             p.grad = None
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         p.__class__ = Sharded
-        p.__dict__["sharded"], new.__dict__["stands_for"] = new, id(p)
+        p.__dict__["sharded"], new.__dict__["parameter"] = new, weakref.ref(p)
 
     @staticmethod
     def put_back(p: nn.Parameter, whole: Callable[[DTensor], T]) -> None:
@@ -154,7 +157,8 @@ class ShardedTensors:
     def call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run ``func``, which has sharded tensors among its arguments."""
         with disable_torch_function():
-            return self._call(func, _current(args), _current(kwargs))
+            result = self._call(func, _current(args), _current(kwargs))
+            return result if (p := _parameter(result)) is None else p  # as in `model.weight += 1`
 
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         name = getattr(func, "__name__", "")
@@ -187,8 +191,8 @@ class ShardedTensors:
             refuse_alone(what)
         with self._group.control_message(what), disable_torch_function():
             tensor = _current(tensor)
-            if tensor.requires_grad and "stands_for" in tensor.__dict__:
-                self.read.add(tensor.__dict__["stands_for"])
+            if tensor.requires_grad and (p := _parameter(tensor)) is not None:
+                self.read.add(id(p))
             return _Gathered.apply(tensor)  # type: ignore[no-untyped-call]
 
     def _on_whole(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -301,8 +305,8 @@ class ShardedTensors:
                 "strategy='fsdp' has sharded. Change the model before its first forward."
             )
         if func == SET_DATA:
-            with torch.no_grad():
-                self._write(T.copy_, target.detach(), (target.detach(), value), {})
+            target = target.detach()
+            self._write(T.copy_, target, (target, value), {})
             return
         if value is not None and (not isinstance(value, DTensor) or value.placements != target.placements):
             value = self.shared(self.whole(value) if isinstance(value, DTensor) else value, target)
@@ -360,6 +364,11 @@ def clip_by_norm(
 def _current(values: Any) -> Any:
     """``values`` with the ``DTensor`` that each sharded parameter stands for."""
     return mapped(values, lambda value: value.__dict__["sharded"] if type(value) is Sharded else value)
+
+
+def _parameter(thing: Any) -> Sharded | None:
+    """The script's parameter that stands for ``thing``."""
+    return thing.__dict__["parameter"]() if isinstance(thing, DTensor) and "parameter" in thing.__dict__ else None
 
 
 def _settled(like: Any) -> list[Any]:
