@@ -46,6 +46,8 @@ FREED = "storage of size 0"
 class FSDP(DDP):
     """DDP in which torch gathers and reduces the parameters of the models."""
 
+    _sites: _Sites
+
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self._models: list[weakref.ref[ShardedModel]] = []  # in the order in which all ranks have met them
@@ -53,10 +55,12 @@ class FSDP(DDP):
         self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which all ranks have met them
         self._tensors = ShardedTensors(loop.group)
-        self._sites: _Sites = _Sites(loop, self._buffers.watch, self._alive)
         self._weights.leaves_out = self._is_part
         self._mesh: DeviceMesh | None = None
         self._in_forward = False
+
+    def _new_sites(self, new_set: Callable[[], None]) -> _Sites:
+        return _Sites(self._loop, new_set, self._alive)
 
     # forwards
 
@@ -309,7 +313,7 @@ class _Sites(Sites):
 
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
-        f"the backward at {script_place()} reaches a part of a sharded model without going through its outputs: through a loss that forward "
-        "keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp', "
+        f"the backward at {script_place()} reaches a part of a sharded model without going through its outputs: through a loss that "
+        "forward keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp', "
         "weights are there only while a backward goes through outputs: return that loss from forward, or use strategy='ddp'."
     ) from error

@@ -1,7 +1,7 @@
 """One model whose parameters torch's ``fully_shard`` shards in place, and how it becomes a plain model again.
 
-Modules keep the user's classes, and the script's parameters stand for those in shards. Hooks and states that torch adds are recorded, so that
-they can be removed, for a copy or for good. ``fsdp_units.py`` chooses the units, and ``fsdp.py`` decides what runs when.
+Modules keep the user's classes, and the script's parameters stand for those in shards. Hooks and states that torch adds are recorded, so
+that they can be removed, for a copy or for good. ``fsdp_units.py`` chooses the units, and ``fsdp.py`` decides what runs when.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class ShardedTensors:
             tensor = _current(tensor)
             if tensor.requires_grad and (p := _parameter(tensor)) is not None:
                 self.read.add(id(p))
-            return _Gathered.apply(tensor)  # type: ignore[no-untyped-call]
+            return _Gathered.apply(tensor)
 
     def _on_whole(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func in (T.__deepcopy__, T.__reduce_ex__):
@@ -305,8 +305,8 @@ class ShardedTensors:
                 "strategy='fsdp' has sharded. Change the model before its first forward."
             )
         if func == SET_DATA:
-            target = target.detach()
-            self._write(T.copy_, target, (target, value), {})
+            memory = target.detach()
+            self._write(T.copy_, memory, (memory, value), {})
             return
         if value is not None and (not isinstance(value, DTensor) or value.placements != target.placements):
             value = self.shared(self.whole(value) if isinstance(value, DTensor) else value, target)

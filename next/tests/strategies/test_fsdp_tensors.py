@@ -107,6 +107,7 @@ def test_values_that_differ_between_ranks_are_refused(kind):
             model.weight.grad = torch.full((2, 2), float(parwrap.rank()))
         else:
             model.weight.data.add_(torch.full((2, 2), float(parwrap.rank())))
+        optimizer.step()
 
     with pytest.raises(RankMismatchError, match=r"test_fsdp_tensors.py:\d+ gives a sharded tensor of shape \(2, 2\) values that differ"):
         train()
