@@ -103,8 +103,8 @@ class distributed(ScopeDecorator):
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
-            to the ranks, and ``"fsdp"`` the parameters and gradients too; ``"local_sgd"`` averages weights every few steps; ``"none"`` trains
-            a model on each rank.
+            to the ranks, and ``"fsdp"`` parameters and gradients too; ``"local_sgd"`` averages weights every few steps; ``"none"`` trains a
+            model on each rank.
         bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.

@@ -314,6 +314,7 @@ class _Sites(Sites):
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
         f"the backward at {script_place()} reaches a part of a sharded model without going through its outputs: through a loss that "
-        "forward keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp', "
-        "weights are there only while a backward goes through outputs: return that loss from forward, or use strategy='ddp'."
+        "forward keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With "
+        "strategy='fsdp', weights are there only while a backward goes through outputs: return that loss from forward, or use "
+        "strategy='ddp'."
     ) from error

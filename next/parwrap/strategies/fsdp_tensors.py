@@ -253,7 +253,7 @@ class ShardedTensors:
 
     # writing
 
-    def _write(self, func: Callable, target: DTensor, args: tuple, kwargs: dict) -> Any:
+    def _write(self, func: Callable, target: Any, args: tuple, kwargs: dict) -> Any:
         """Write to the parts, if all that is read is in parts or a number; else write to a whole copy, and keep this rank's part."""
         if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

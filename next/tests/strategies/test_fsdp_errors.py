@@ -71,6 +71,7 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
             UsageError, match=r"'weight' of a Linear was replaced before its forward .* or load_state_dict without assign=True"
         ):
             model(X)
+        assert optimizer
 
 
 @pytest.mark.ranks(2)
