@@ -193,7 +193,8 @@ class FSDP(DDP):
     # steps
 
     def built(self, optimizer: Optimizer) -> None:
-        refuse_one_vector(optimizer, "fsdp")
+        if not is_alone() and not self._loop.optimizers.is_of_batch(optimizer):
+            refuse_one_vector(optimizer, "fsdp")
 
     def step(self, optimizer: Optimizer) -> None:
         super().step(optimizer)
