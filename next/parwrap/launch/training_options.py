@@ -27,6 +27,10 @@ def _number(text: str) -> float:
 
 
 def _modules(text: str) -> int | tuple[str, ...]:
+    """
+    >>> _modules("Block, Head"), _modules("1000")
+    (('Block', 'Head'), 1000)
+    """
     return int(text) if text.isdecimal() else tuple(text.replace(" ", "").split(","))
 
 
