@@ -15,6 +15,7 @@ __all__ = [
     "BatchNorm",
     "NormBase",
     "registered_buffers",
+    "registered_modules",
     "registered_parameters",
 ]
 
@@ -23,6 +24,9 @@ registered_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_para
 
 registered_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 """A module's own buffers by name, to read and write. The public iterators skip ``None`` and duplicates."""
+
+registered_modules: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+"""A module's children by name. ``named_children`` skips ``None`` and duplicates."""
 
 APPLY = "_apply"
 """The method with which ``to``, ``cuda``, ``half`` and similar methods move a module. They share no public method."""
