@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parwrap.decorators.accumulate import accumulate
     from parwrap.decorators.amp import amp, amp_state
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
+    from parwrap.decorators.launch import launch
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
@@ -24,6 +25,7 @@ _HOMES = {
     "parwrap.decorators.accumulate": ("accumulate",),
     "parwrap.decorators.amp": ("amp", "amp_state"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
+    "parwrap.decorators.launch": ("launch",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
@@ -49,6 +51,7 @@ __all__ = [
     "every_rank_writes",
     "gather",
     "is_rank_zero",
+    "launch",
     "local_rank",
     "no_sync",
     "rank",

@@ -49,6 +49,11 @@ CHOICES: dict[str, dict[Any, str]] = {
         None: "weights are averaged, without an outer optimizer",
         "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
     },
+    "start_method": {
+        None: "ranks are forked from the calling process, or spawned once CUDA has started there",
+        "fork": "ranks inherit everything in this process, and compute with one thread each",
+        "spawn": "ranks are new interpreters, which receive what the function uses",
+    },
 }
 
 AVERAGING = ("ddp", "zero1", "local_sgd")
@@ -81,6 +86,8 @@ class Options:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     timeout: float | timedelta | None = None
+    nprocs: int | str | None = None
+    start_method: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -110,6 +117,8 @@ class Options:
                     f"{name}={getattr(self, name)!r} has no effect with strategy={self.strategy!r}: remove it, or choose a strategy that "
                     f"has this option: {', '.join(map(repr, strategies))}."
                 )
+        if not (self.nprocs in (None, "gpu", "cpu", "auto") or _whole(self.nprocs, 1)):
+            raise UsageError(f"nprocs={self.nprocs!r} is not a positive number of ranks, nor 'gpu', 'cpu' or 'auto'.")
         self._check_compression()
         self._check_local_sgd()
 

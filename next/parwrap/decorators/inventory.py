@@ -1,9 +1,12 @@
-"""What a function can reach when its scope opens: the optimizers and modules that were built before (contract, small print on passes)."""
+"""What a function can reach: the optimizers and modules that were built before its scope opens (contract, small print on passes), and
+everything that it can reach by name, when ranks are started for it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 
 from parwrap.decorators.scope import Call, block_frame
 
-__all__ = ["reachable"]
+__all__ = ["found", "named", "reachable"]
 
 MOST = 1000
 """Containers that hold more are data, and are not looked into."""
@@ -27,13 +30,18 @@ def reachable(kind: type[T] | tuple[type[T], ...], call: Call) -> list[T]:
     >>> reachable(torch.optim.Optimizer, Call(print, ({"optimizers": [sgd]},), {"other": sgd})) == [sgd]
     True
     """
-    found: dict[int, T] = {}
-    for value in _values(call):
+    return found(kind, _values(call))
+
+
+def found(kind: type[T] | tuple[type[T], ...], values: Iterable[Any]) -> list[T]:
+    """The objects of ``kind`` among ``values`` and one level deep in them."""
+    there: dict[int, T] = {}
+    for value in values:
         for member in (value, *_members(value)):
             for each in (member, *_members(member)) if isinstance(member, (list, tuple, dict)) else (member,):
                 if isinstance(each, kind):
-                    found[id(each)] = each
-    return list(found.values())
+                    there[id(each)] = each
+    return list(there.values())
 
 
 def _values(call: Call) -> Iterator[Any]:
@@ -59,3 +67,51 @@ def _members(value: Any) -> Collection[Any]:
     if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__") or inspect.ismodule(value):
         return ()
     return list(vars(value).values())
+
+
+def named(call: Call) -> dict[str, Any]:
+    """What a function can reach, by name: its arguments, its ``self``, its closure and the globals that it names.
+
+    Functions and classes of its module that it names count as its own code.
+
+    >>> named(Call(max, (1, 2)))
+    {'argument 0': 1, 'argument 1': 2}
+    """
+    function, args, kwargs = call
+    while isinstance(function, partial):
+        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+    try:
+        names = dict(inspect.signature(function).bind(*args, **kwargs).arguments)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # the call will say so, or it is a builtin
+        names = {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
+    itself = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
+    if hasattr(itself, "__dict__") and not inspect.ismodule(itself):
+        names["self"] = itself
+    module = getattr(function, "__module__", None)
+    code, seen = [*_code(function, module), *_code(itself, module)], set[int]()
+    while code:
+        each = code.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        try:
+            theirs = inspect.getclosurevars(each)
+        except ValueError:  # a variable of its closure has no value yet
+            continue
+        for name, value in (*theirs.nonlocals.items(), *theirs.globals.items()):
+            names.setdefault(name, value)
+            code += _code(value, module)
+    return names
+
+
+def _code(value: Any, module: str | None) -> Iterator[FunctionType]:
+    """The functions of ``value``, if it is a function, a method, a class or an object of a class of ``module``."""
+    value = getattr(value, "__func__", value)
+    if isinstance(value, FunctionType):
+        plain = inspect.unwrap(value)
+        if isinstance(plain, FunctionType) and plain.__module__ == module:
+            yield plain
+    elif (kind := value if isinstance(value, type) else type(value)).__module__ == module:
+        for each in vars(kind).values():
+            if isinstance(each := getattr(each, "__func__", each), FunctionType):
+                yield inspect.unwrap(each)

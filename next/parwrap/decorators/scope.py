@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Call", "ScopeDecorator", "block_frame", "module_of"]
+__all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "scoped", "undecorated"]
 
 
 class Call(NamedTuple):
@@ -87,20 +87,12 @@ class ScopeDecorator:
 
     def wrapped(self, function: Any) -> Any:
         """The decorated form of ``function``."""
-        decorators = () if inspect.ismethod(function) else _decorators_of(function)
-        if decorators:
-            function = function.__wrapped__
-        decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
+        plain, decorators = (function, ()) if inspect.ismethod(function) else undecorated(function)
+        return scoped(plain, (self, *decorators))
 
-        @functools.wraps(function)
-        def scoped(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as scopes:
-                for decorator in decorators:
-                    scopes.enter_context(decorator.scope(Call(function, args, kwargs)))
-                return function(*args, **kwargs)
-
-        scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
-        return scoped
+    def called(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Make a call whose outermost scope is this one: ``run`` opens the scopes and calls the function."""
+        return run()
 
     def __enter__(self) -> Any:
         scope = self.scope(Call())
@@ -112,11 +104,34 @@ class ScopeDecorator:
         return self._entered.pop().__exit__(*exception)
 
 
-def _decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
-    """The decorators of ``function``, or of the function of a method."""
-    outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
-    # functools.wraps copies them to other wrappers
-    return decorators if outermost is getattr(function, "__func__", function) else ()
+def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
+    """``function`` in the scopes of ``decorators``, which open in the order of their layers."""
+    ordered = tuple(sorted(decorators, key=lambda decorator: decorator.layer))
+
+    @functools.wraps(function)
+    def in_scopes(*args: Any, **kwargs: Any) -> Any:
+        call = Call(function, args, kwargs)
+
+        def run() -> Any:
+            with ExitStack() as scopes:
+                for decorator in ordered:
+                    scopes.enter_context(decorator.scope(call))
+                return function(*args, **kwargs)
+
+        return ordered[0].called(call, run)
+
+    in_scopes.__parwrap_scopes__ = (in_scopes, ordered)  # type: ignore[attr-defined]
+    return in_scopes
+
+
+def undecorated(function: Any) -> tuple[Any, tuple[ScopeDecorator, ...]]:
+    """A function or method without its decorators of parwrap, and these."""
+    outer = getattr(function, "__func__", function)
+    outermost, decorators = getattr(outer, "__parwrap_scopes__", (None, ()))
+    if outermost is not outer:  # functools.wraps copies them to other wrappers
+        return function, ()
+    plain = outer.__wrapped__
+    return (plain.__get__(function.__self__) if inspect.ismethod(function) else plain), decorators
 
 
 def _refuse_undecoratable(function: Any, decorator: str) -> None:
@@ -133,7 +148,7 @@ def _refuse_undecoratable(function: Any, decorator: str) -> None:
         )
     else:
         return
-    raise UsageError(f"@parwrap.{decorator} cannot decorate {_describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+    raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
 
 
 def module_of(function: Callable | None) -> str | None:
@@ -156,7 +171,7 @@ def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def _describe(function: Any) -> str:
+def describe(function: Any) -> str:
     """Name, file and line of a function or class, for errors."""
     name = getattr(function, "__qualname__", repr(function))
     try:
