@@ -9,14 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parwrap.data.loaders import replicate, shard
-    from parwrap.decorators.accumulate import accumulate
-    from parwrap.decorators.amp import amp, amp_state
-    from parwrap.decorators.distributed import distributed, no_sync, same_draws
+    from parwrap.decorators import amp as _amp
+    from parwrap.decorators import rank_zero as _rank_zero
+    from parwrap.decorators import signatures
+    from parwrap.decorators.amp import amp_state
+    from parwrap.decorators.distributed import no_sync, same_draws
     from parwrap.decorators.launch import launch
-    from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
+    from parwrap.decorators.mixins import AccumulateMixin, AmpMixin, DistributedMixin
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.options import Options as _Options
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
+
+    accumulate: signatures.Accumulate
+    distributed = signatures.decorator(_Options.__init__)
+    amp = signatures.decorator(_amp.amp.__init__)
+    every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
+    rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
+    rank_zero_only = signatures.decorator(_rank_zero.rank_zero_only.__init__)
 
 __version__ = "0.2.0.dev0"
 
@@ -26,6 +36,7 @@ _HOMES = {
     "parwrap.decorators.amp": ("amp", "amp_state"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.launch": ("launch",),
+    "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin"),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
@@ -34,6 +45,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AccumulateMixin",
+    "AmpMixin",
+    "DistributedMixin",
     "LaunchError",
     "LockstepError",
     "ParwrapError",

@@ -64,7 +64,7 @@ OF_STRATEGIES = {
 """The options that only some strategies have, each with these."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of :class:`parwrap.distributed`, checked."""
 

@@ -147,22 +147,23 @@ class distributed(ScopeDecorator):
         """The options as they were given."""
         return self._given
 
-    def called(self, call: Call, run: Callable[[], Any]) -> Any:
+    def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
         nprocs = self._options.nprocs
+        if nprocs is None:
+            return None
         if _there_are_ranks():
-            if nprocs not in (None, "gpu", "cpu", "auto", groups.world_size()):
-                warn(
-                    f"parwrap: nprocs={nprocs} starts no ranks here: the function runs on the {counted(groups.world_size(), 'rank')} there."
-                )
-            return run()
+            size = groups.world_size()
+            if nprocs not in ("gpu", "cpu", "auto", size):
+                warn(f"parwrap: nprocs={nprocs} starts no ranks here: the function runs on the {counted(size, 'rank')} there.")
+            return None
         size = number_of_ranks(nprocs, self._options.backend)
-        return run() if size == 1 else _on_new_ranks(call, run, size, self._options)
+        return None if size == 1 else functools.partial(_on_new_ranks, call, size, self._options)
 
     def scope(self, call: Call) -> AbstractContextManager[Any]:
-        if call.function is None and self._options.nprocs not in (None, 1) and not _there_are_ranks():
+        if call.function is None and (nprocs := self._options.nprocs) not in (None, 1) and not _there_are_ranks():
             raise UsageError(
-                f"`with parwrap.distributed(nprocs={self._options.nprocs!r}):` has no function that other processes could run: decorate the "
-                "training function, or call parwrap.launch(train, nprocs=...)."
+                f"`with parwrap.distributed(nprocs={nprocs!r}):` has no function that other processes could run: decorate the training "
+                "function, or call parwrap.launch(train, nprocs=...)."
             )
         if _scope is not None:
             return _scope.joined(self._given)
@@ -174,8 +175,8 @@ def _there_are_ranks() -> bool:
     return _scope is not None or dist.is_initialized() or detect(os.environ).size > 1
 
 
-def _on_new_ranks(call: Call, run: Callable[[], Any], size: int, options: Options) -> Any:
-    """Start ranks for a call. Its random streams continue from this process's, and this process's from those of rank 0."""
+def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any]) -> Any:
+    """Start ranks for a call, which ``run`` makes there. Random streams continue from this process's, and here from those of rank 0."""
     names = functools.partial(named, call)
     there = names().values()
     function = functools.partial(_continued, run, _get_states())

@@ -77,11 +77,12 @@ def named(call: Call) -> dict[str, Any]:
     >>> named(Call(max, (1, 2)))
     {'argument 0': 1, 'argument 1': 2}
     """
+    function: Any
     function, args, kwargs = call
     while isinstance(function, partial):
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     try:
-        names = dict(inspect.signature(function).bind(*args, **kwargs).arguments)  # type: ignore[arg-type]
+        names = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # the call will say so, or it is a builtin
         names = {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
     itself = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)

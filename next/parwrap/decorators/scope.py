@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "scoped", "undecorated"]
+__all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "refuse_undecoratable", "scoped", "undecorated"]
 
 
 class Call(NamedTuple):
@@ -82,7 +82,7 @@ class ScopeDecorator:
         function: Any = decorated
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self(function.__func__))  # type: ignore[return-value]
-        _refuse_undecoratable(function, type(self).__name__)
+        refuse_undecoratable(function, type(self).__name__)
         return self.wrapped(function)
 
     def wrapped(self, function: Any) -> Any:
@@ -90,9 +90,9 @@ class ScopeDecorator:
         plain, decorators = (function, ()) if inspect.ismethod(function) else undecorated(function)
         return scoped(plain, (self, *decorators))
 
-    def called(self, call: Call, run: Callable[[], Any]) -> Any:
-        """Make a call whose outermost scope is this one: ``run`` opens the scopes and calls the function."""
-        return run()
+    def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
+        """What makes a call whose outermost scope is this one in other processes; ``None`` to make it here."""
+        return None
 
     def __enter__(self) -> Any:
         scope = self.scope(Call())
@@ -111,14 +111,12 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
     @functools.wraps(function)
     def in_scopes(*args: Any, **kwargs: Any) -> Any:
         call = Call(function, args, kwargs)
-
-        def run() -> Any:
-            with ExitStack() as scopes:
-                for decorator in ordered:
-                    scopes.enter_context(decorator.scope(call))
-                return function(*args, **kwargs)
-
-        return ordered[0].called(call, run)
+        if elsewhere := ordered[0].elsewhere(call):
+            return elsewhere(functools.partial(in_scopes, *args, **kwargs))
+        with ExitStack() as scopes:
+            for decorator in ordered:
+                scopes.enter_context(decorator.scope(call))
+            return function(*args, **kwargs)
 
     in_scopes.__parwrap_scopes__ = (in_scopes, ordered)  # type: ignore[attr-defined]
     return in_scopes
@@ -130,11 +128,11 @@ def undecorated(function: Any) -> tuple[Any, tuple[ScopeDecorator, ...]]:
     outermost, decorators = getattr(outer, "__parwrap_scopes__", (None, ()))
     if outermost is not outer:  # functools.wraps copies them to other wrappers
         return function, ()
-    plain = outer.__wrapped__
+    plain = outermost.__wrapped__
     return (plain.__get__(function.__self__) if inspect.ismethod(function) else plain), decorators
 
 
-def _refuse_undecoratable(function: Any, decorator: str) -> None:
+def refuse_undecoratable(function: Any, decorator: str) -> None:
     """Raise :class:`UsageError` for objects that cannot be decorated with a scope around a call: classes, coroutines, generators."""
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"

@@ -371,6 +371,6 @@ def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: CallersObjects,
         if how := ranks[number].how:
             raise RankMismatchError(f"{who} {how}{' (out of memory?)' if 'SIGKILL' in how else ''} before it finished.")
         raise callers.unpack(failure_file(folder, number)).error(who)
-    if interrupted and not all(rank.finished for rank in ranks):
+    if end is None or (interrupted and not all(rank.finished for rank in ranks)):
         raise KeyboardInterrupt
     return end.value

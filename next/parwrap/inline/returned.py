@@ -67,13 +67,13 @@ class CallersObjects:
         class Pickler(pickle.Pickler):
             def __init_subclass__(cls) -> None:
                 """The persistent id of a storage, as torch writes it."""
-                of_storage = cls.persistent_id  # type: ignore[attr-defined]
+                of_storage = cls.persistent_id
 
                 def persistent_id(self: Any, each: Any) -> Any:
                     number = numbers.get(id(each))
                     return of_storage(self, each) if number is None else (CALLERS, number)
 
-                cls.persistent_id = persistent_id  # type: ignore[attr-defined]
+                cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
         # torch's own choice, protocol 2, turns a TimeoutError into an OSError
         torch.save(thing, path, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
@@ -172,7 +172,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _set(tensor: torch.Tensor, values: torch.Tensor, asks: bool) -> None:
     if is_lazy(tensor):
-        tensor.materialize(values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
+        tensor.materialize(values.shape, dtype=values.dtype)
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         repeats = tensor.layout == torch.strided and 0 in tensor.stride()
         if (tensor.shape, tensor.dtype) == (values.shape, values.dtype) and not repeats:
