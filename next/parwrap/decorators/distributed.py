@@ -29,6 +29,7 @@ from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted, explain
 from parwrap.inline.launching import number_of_ranks, run_on_ranks
 from parwrap.inline.rank_process import Task, report_failure
+from parwrap.inline.remote_exception import RemoteTraceback
 from parwrap.inline.returned import KINDS
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
@@ -181,7 +182,13 @@ def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any
     there = names().values()
     function = functools.partial(_continued, run, _get_states())
     task = Task(function, found(KINDS, there), names, found((IOBase, DataLoader), there))
-    result, states = run_on_ranks(task, size, options.backend, options.start_method, f"parwrap.distributed with nprocs={options.nprocs!r}")
+    who = f"parwrap.distributed with nprocs={options.nprocs!r}"
+    try:
+        result, states = run_on_ranks(task, size, options.backend, options.start_method, who)
+    except BaseException as error:
+        if isinstance(error.__cause__, RemoteTraceback):
+            error.with_traceback(None)  # the rank's is enough; a notebook would show pages of our own frames
+        raise
     _set_states(states)
     return result
 

@@ -4,8 +4,9 @@ everything that it can reach by name, when ranks are started for it."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from inspect import Parameter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -23,14 +24,18 @@ T = TypeVar("T")
 
 
 def reachable(kind: type[T] | tuple[type[T], ...], call: Call) -> list[T]:
-    """The objects of ``kind`` among the arguments of a function, its ``self``, its closure and the globals that it names; for a ``with``
-    block, among the variables around it. Objects and containers of up to 1,000 items are looked into one level deep.
+    """The objects of ``kind`` among what a function can reach by name; for a ``with`` block, among the variables around it.
+
+    Objects and containers of up to 1,000 items are looked into one level deep.
 
     >>> sgd = torch.optim.SGD([torch.ones(1)])
     >>> reachable(torch.optim.Optimizer, Call(print, ({"optimizers": [sgd]},), {"other": sgd})) == [sgd]
     True
     """
-    return found(kind, _values(call))
+    if call.function is not None:
+        return found(kind, named(call).values())
+    frame = block_frame()
+    return [] if frame is None else found(kind, [*frame.f_locals.values(), *frame.f_globals.values()])
 
 
 def found(kind: type[T] | tuple[type[T], ...], values: Iterable[Any]) -> list[T]:
@@ -42,20 +47,6 @@ def found(kind: type[T] | tuple[type[T], ...], values: Iterable[Any]) -> list[T]
                 if isinstance(each, kind):
                     there[id(each)] = each
     return list(there.values())
-
-
-def _values(call: Call) -> Iterator[Any]:
-    if call.function is None:
-        frame = block_frame()
-        if frame is not None:
-            yield from [*frame.f_locals.values(), *frame.f_globals.values()]
-        return
-    yield from [*call.args, *call.kwargs.values(), getattr(call.function, "__self__", None)]
-    try:
-        names = inspect.getclosurevars(inspect.unwrap(getattr(call.function, "__func__", call.function)))
-    except TypeError:  # no Python function
-        return
-    yield from [*names.nonlocals.values(), *names.globals.values()]
 
 
 def _members(value: Any) -> Collection[Any]:
@@ -74,17 +65,16 @@ def named(call: Call) -> dict[str, Any]:
 
     Functions and classes of its module that it names count as its own code.
 
-    >>> named(Call(max, (1, 2)))
-    {'argument 0': 1, 'argument 1': 2}
+    >>> def train(model, *, epochs=2):
+    ...     return MOST
+    >>> named(Call(train, ("model",)))
+    {'model': 'model', 'MOST': 1000}
     """
     function: Any
     function, args, kwargs = call
     while isinstance(function, partial):
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
-    try:
-        names = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # the call will say so, or it is a builtin
-        names = {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
+    names = _arguments(function, args, kwargs)
     itself = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
     if hasattr(itself, "__dict__") and not inspect.ismodule(itself):
         names["self"] = itself
@@ -102,6 +92,21 @@ def named(call: Call) -> dict[str, Any]:
         for name, value in (*theirs.nonlocals.items(), *theirs.globals.items()):
             names.setdefault(name, value)
             code += _code(value, module)
+    return names
+
+
+def _arguments(function: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names: dict[str, Any] = {}
+    try:
+        signature = inspect.signature(function)
+        given = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call will say so, or it is a builtin
+        return {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
+    for name, value in given.items():
+        kind = signature.parameters[name].kind
+        several = {f"{name}[{index}]": each for index, each in enumerate(value)} if kind is Parameter.VAR_POSITIONAL else {name: value}
+        names |= value if kind is Parameter.VAR_KEYWORD else several
     return names
 
 

@@ -53,7 +53,7 @@ def test_every_public_name_is_listed_and_documented():
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="^module 'parwrap' has no attribute 'distribute'$"):
+    with pytest.raises(AttributeError, match=r"^module 'parwrap' has no attribute 'distribute'$"):
         _ = parwrap.distribute
 
 

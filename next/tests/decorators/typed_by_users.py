@@ -43,9 +43,10 @@ def blocks() -> None:
         pass
 
 
-reveal_type(bare)  # "def (epochs: int) -> float"
-reveal_type(stacked)  # "def (epochs: int) -> float"
-reveal_type(Trainer().train)  # "def (epochs: int) -> float"
-reveal_type(Trainer.download())  # "str"
-parwrap.distributed(sead=1)  # error: Unexpected keyword argument "sead"
-parwrap.distributed(seed="1")  # draws: str = ..., strategy: str = ..., bucket_cap_mb: float | None = ..., gradient_as_bucket_view: bool
+def never_called() -> None:
+    reveal_type(bare)  # "def (epochs: int) -> float"
+    reveal_type(stacked)  # "def (epochs: int) -> float"
+    reveal_type(Trainer().train)  # "def (epochs: int) -> float"
+    reveal_type(Trainer.download())  # "str"
+    parwrap.distributed(sead=1)  # error: Unexpected keyword argument "sead"
+    parwrap.distributed(seed="1")  # draws: str = ..., strategy: str = ..., bucket_cap_mb: float | None = ..., gradient_as_bucket_view: bool
