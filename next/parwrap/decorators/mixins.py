@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import BuiltinMethodType
@@ -39,7 +38,7 @@ class _Mixin:
     scopes stay those of the first. The ``train(mode)`` of an ``nn.Module`` that sets the mode is not decorated unless it is named.
 
     Raises:
-        UsageError: a class keyword that no mixin and no other base takes; the class has none of the methods, or lacks one that it names.
+        UsageError: a class keyword that no mixin and no other base takes; the class has methods but none of these, or lacks one that it names.
             Write ``parwrap_methods=()`` in a base class whose subclasses have the methods.
     """
 
@@ -65,8 +64,9 @@ class _Mixin:
         features = [mixin._decorator for mixin in mixins]
         decorators = [each(**{name: options[name] for name in each.option_names() if name in options}) for each in features]
         decorated = [_decorate(cls, name, decorators) for name in _names(cls)]
-        if not any(decorated) and cls.__dict__.get("parwrap_methods") != () and not _is_filled_later():
-            raise _without_methods(cls, mixins)
+        own = [name for name, each in cls.__dict__.items() if inspect.isfunction(each) and not name.startswith("_")]
+        if own and not any(decorated) and cls.__dict__.get("parwrap_methods") != ():  # cloudpickle fills a class later
+            raise _without_methods(cls, mixins, own)
 
 
 class DistributedMixin(_Mixin, decorator=distributed):
@@ -167,23 +167,14 @@ def _sets_mode(cls: type, train: Any) -> bool:
     return mode is not None and (mode.kind is mode.VAR_POSITIONAL or isinstance(mode.default, bool))
 
 
-def _is_filled_later() -> bool:
-    """Whether cloudpickle is building the class, which is empty at first."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name != "_make_skeleton_class":
-        frame = frame.f_back
-    return frame.f_back is not None
-
-
-def _without_methods(cls: type, mixins: list[type[_Mixin]]) -> UsageError:
-    """The error for a class on which its mixins would have no effect."""
-    own = [name for name, each in cls.__dict__.items() if inspect.isfunction(each) and not name.startswith("_")]
+def _without_methods(cls: type, mixins: list[type[_Mixin]], own: list[str]) -> UsageError:
+    """The error for a class with methods, on which its mixins would have no effect."""
     close = [name for name in own if name not in TRAINING and any(usual in name for usual in TRAINING)]
     mode = " (the train(mode) of a module only sets its mode)" if issubclass(cls, nn.Module) else ""
     return UsageError(
         f"{cls.__name__} has none of the methods that {' and '.join(mixin.__name__ for mixin in mixins)} would decorate: "
         f"{', '.join(TRAINING)}{mode}. Add one, or name your own with the class keyword, as in parwrap_methods="
-        f"{(*(close or own)[:1],) or ('run',)!r}. If this is a base class and its subclasses have the methods, set parwrap_methods=()."
+        f"{(*(close or own)[:1],)!r}. If this is a base class and its subclasses have the methods, set parwrap_methods=()."
     )
 
 

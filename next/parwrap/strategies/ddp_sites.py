@@ -36,7 +36,6 @@ MOST = 64
 """The oldest site makes room for another one."""
 
 
-
 @dataclass
 class Site:
     """A line that calls ``backward``, with the calls that lead to it.
