@@ -38,7 +38,7 @@ class _Mixin:
     scopes stay those of the first. The ``train(mode)`` of an ``nn.Module`` that sets the mode is not decorated unless it is named.
 
     Raises:
-        UsageError: a class keyword that no mixin and no other base takes; the class has methods but none of these, or lacks one that it names.
+        UsageError: a class keyword that no mixin and no other base takes; none of its methods is decorated, or it lacks one that it names.
             Write ``parwrap_methods=()`` in a base class whose subclasses have the methods.
     """
 

@@ -91,7 +91,7 @@ class ScopeDecorator:
         return scoped(plain, (self, *decorators))
 
     def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
-        """What makes a call whose outermost scope is this one in other processes; ``None`` to make it here."""
+        """What makes a call in other processes; ``None`` to make it here."""
         return None
 
     def __enter__(self) -> Any:
@@ -111,8 +111,9 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
     @functools.wraps(function)
     def in_scopes(*args: Any, **kwargs: Any) -> Any:
         call = Call(function, args, kwargs)
-        if elsewhere := ordered[0].elsewhere(call):
-            return elsewhere(functools.partial(in_scopes, *args, **kwargs))
+        for decorator in ordered:
+            if elsewhere := decorator.elsewhere(call):
+                return elsewhere(functools.partial(in_scopes, *args, **kwargs))
         with ExitStack() as scopes:
             for decorator in ordered:
                 scopes.enter_context(decorator.scope(call))

@@ -188,17 +188,20 @@ def _run(job: Job, reports: _Reports) -> End:
 
 
 def _pack(end: End, reports: _Reports) -> None:
-    """Write the end of rank 0 for the caller."""
-    try:
-        reports.callers.pack(end, end_file(reports.job.folder))
-    except Exception as error:
-        reports.failure(
-            UsageError(
-                f"the result of rank 0, or a value that the function stored in one of the caller's models, cannot be sent to the caller: "
-                f"{error}. Return tensors, models, numbers and containers of them, and define their classes outside of the function."
+    """Write the end of rank 0 for the caller: at least the new state of its objects, if the result cannot be sent."""
+    for sent in (end, replace(end, value=None), replace(end, value=None, state={})):
+        try:
+            reports.callers.pack(sent, end_file(reports.job.folder))
+        except Exception as error:
+            reports.failure(
+                UsageError(
+                    "the result of rank 0, or a value that the function stored in one of the caller's models, cannot be sent to the "
+                    f"caller: {error}. Return tensors, models, numbers and containers of them, and define their classes outside of the "
+                    "function."
+                )
             )
-        )
-        reports.callers.pack(replace(end, value=None, state={}), end_file(reports.job.folder))
+        else:
+            return
 
 
 def _ignore_signals() -> None:

@@ -133,7 +133,7 @@ def pickle_module(**classes: type) -> ModuleType:
 def _with_parts(thing: Any) -> list[Any]:
     """An object with the objects of the caller that it consists of."""
     if isinstance(thing, LRScheduler):
-        return [thing, *_with_parts(getattr(thing, "optimizer", None))]
+        return [thing, *_with_parts(thing.optimizer)]
     if isinstance(thing, nn.Module):
         return [*thing.modules(), *_tensors_of(thing)]
     return [thing, *_tensors_of(thing)] if isinstance(thing, Optimizer) else [thing]

@@ -188,6 +188,11 @@ def test_sys_exit_on_the_ranks_exits_the_caller_too():
 def test_a_result_that_cannot_be_sent_is_an_error():
     with pytest.raises(UsageError, match=r"^the result of rank 0, or a value .* cannot be sent to the caller: .*lock.* Return te"):
         parwrap.launch(threading.Lock, nprocs=2)
+    trained = torch.zeros(1)
+    with pytest.raises(UsageError, match=r"^the result of rank 0"):
+        parwrap.launch(lambda: trained.add_(1) and threading.Lock(), nprocs=2)
+
+    assert 1.0 == trained.item()
 
 
 def test_ranks_come_apart():
@@ -260,7 +265,8 @@ def train():
     trained.add_(1)
     batches = iter(DataLoader(range(100), num_workers=1))
     next(batches)
-    subprocess.Popen(["sleep", "100"])
+    if "dies" not in sys.argv:
+        subprocess.Popen(["sleep", "100"])
     try:
         parwrap.barrier()
         print("ready", flush=True)
@@ -307,7 +313,7 @@ def test_ctrl_c_ends_the_ranks_and_their_children_unless_they_handle_it(how, pri
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "inner")}
     (tmp_path / "inner").mkdir()
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], env=environ, stdout=subprocess.PIPE, text=True) as caller:
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, "dies"], env=environ, stdout=subprocess.PIPE, text=True) as caller:
         assert "ready\n" == caller.stdout.readline()
         ranks = psutil.Process(caller.pid).children()
         caller.kill()
