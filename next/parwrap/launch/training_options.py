@@ -4,10 +4,9 @@ for other decorators."""
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import Any
 
-from parwrap.options import CHOICES, Options
+from parwrap.options import CHOICES
 
 __all__ = ["DECORATORS", "SCOPE_OPTIONS", "add_options", "decorators", "scope_options"]
 
@@ -71,12 +70,12 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 
 def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options for the scope that ``arguments`` give.
+    """The options for the scope that ``arguments`` give. torchrun's ``--start-method`` is none of them.
 
     >>> scope_options(argparse.Namespace(seed=3, nnodes="1"))
     {'seed': 3}
     """
-    return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}
+    return {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
 
 
 def decorators(arguments: argparse.Namespace) -> dict[str, Any]:
