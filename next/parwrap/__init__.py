@@ -11,17 +11,31 @@ if TYPE_CHECKING:
     from parwrap.data.lengths import UniformLengthBatchSampler
     from parwrap.data.loaders import replicate, shard
     from parwrap.data.padding import pad_collate
-    from parwrap.decorators.accumulate import accumulate
-    from parwrap.decorators.amp import amp, amp_state
+    from parwrap.decorators import amp as _amp
+    from parwrap.decorators import evaluate as _evaluate
+    from parwrap.decorators import rank_zero as _rank_zero
+    from parwrap.decorators import signatures
+    from parwrap.decorators import sync_bn as _sync_bn
+    from parwrap.decorators import uniform_length as _uniform_length
+    from parwrap.decorators.amp import amp_state
     from parwrap.decorators.batch_losses import gather_with_grad, mean_over_ranks
-    from parwrap.decorators.distributed import distributed, no_sync, same_draws
-    from parwrap.decorators.evaluate import evaluate
-    from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
-    from parwrap.decorators.sync_bn import sync_bn
-    from parwrap.decorators.uniform_length import uniform_length
+    from parwrap.decorators.distributed import no_sync, same_draws
+    from parwrap.decorators.launch import launch
+    from parwrap.decorators.mixins import AccumulateMixin, AmpMixin, DistributedMixin
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.options import Options as _Options
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
+
+    accumulate: signatures.Accumulate
+    distributed = signatures.decorator(_Options.__init__)
+    amp = signatures.decorator(_amp.amp.__init__)
+    evaluate = signatures.decorator(_evaluate.evaluate.__init__)
+    every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
+    rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
+    rank_zero_only = signatures.decorator(_rank_zero.rank_zero_only.__init__)
+    sync_bn = signatures.decorator(_sync_bn.sync_bn.__init__)
+    uniform_length = signatures.decorator(_uniform_length.uniform_length.__init__)
 
 __version__ = "0.2.0.dev0"
 
@@ -34,6 +48,8 @@ _HOMES = {
     "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.evaluate": ("evaluate",),
+    "parwrap.decorators.launch": ("launch",),
+    "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin"),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.decorators.uniform_length": ("uniform_length",),
@@ -44,6 +60,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AccumulateMixin",
+    "AmpMixin",
+    "DistributedMixin",
     "LaunchError",
     "LockstepError",
     "ParwrapError",
@@ -64,6 +83,7 @@ __all__ = [
     "gather",
     "gather_with_grad",
     "is_rank_zero",
+    "launch",
     "local_rank",
     "mean_over_ranks",
     "no_sync",

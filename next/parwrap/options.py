@@ -52,6 +52,11 @@ CHOICES: dict[str, dict[Any, str]] = {
         None: "weights are averaged, without an outer optimizer",
         "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
     },
+    "start_method": {
+        None: "ranks are forked from the calling process, or spawned once CUDA has started there",
+        "fork": "ranks inherit everything in this process, and compute with one thread each",
+        "spawn": "ranks are new interpreters, which receive what the function uses",
+    },
 }
 
 AVERAGING = ("ddp", "zero1", "local_sgd")
@@ -65,7 +70,7 @@ OF_STRATEGIES = {
 """The options that only some strategies have, each with these."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of :class:`parwrap.distributed`, checked."""
 
@@ -91,6 +96,8 @@ class Options:
     servers: int = 1
     staleness: int | None = None
     timeout: float | timedelta | None = None
+    nprocs: int | str | None = None
+    start_method: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -126,6 +133,8 @@ class Options:
                 f"wrap={self.wrap!r} does not say which modules strategy='fsdp' gathers one by one: use a positive number of parameters, a "
                 "class, the name of a class, or a tuple of classes and names."
             )
+        if not (self.nprocs in (None, "gpu", "cpu", "auto") or _whole(self.nprocs, 1)):
+            raise UsageError(f"nprocs={self.nprocs!r} is not a positive number of ranks, nor 'gpu', 'cpu' or 'auto'.")
         self._check_compression()
         self._check_local_sgd()
         self._check_separate_steps()

@@ -9,21 +9,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from inspect import Parameter, Signature
+from io import IOBase
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from parwrap.checks.same_step import SameStep
 from parwrap.checks.same_work import SameWork
 from parwrap.checks.watchdog import watched
 from parwrap.data.loaders import Loaders
 from parwrap.data.metrics import Metrics
-from parwrap.decorators.inventory import reachable
+from parwrap.decorators.inventory import found, named, reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
-from parwrap.errors import UsageError, explain
+from parwrap.errors import UsageError, counted, explain
+from parwrap.inline.launching import number_of_ranks, run_on_ranks
+from parwrap.inline.rank_process import Task, report_failure
+from parwrap.inline.remote_exception import RemoteTraceback
+from parwrap.inline.returned import KINDS
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop import random_streams
@@ -36,7 +42,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
 from parwrap.options import Options
-from parwrap.places import from_script, script_place
+from parwrap.places import from_script, script_place, warn
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.output import Output, output_of
 from parwrap.ranks import group as groups
@@ -61,7 +67,7 @@ __all__ = [
 NOT_HERE = {
     **dict.fromkeys(
         ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
-        "pass the number of ranks to parwrap.run as --nproc-per-node",
+        "pass the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= to start them from a plain process",
     ),
     **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
     "epochs": "it is an argument of your function",
@@ -140,6 +146,9 @@ class distributed(ScopeDecorator):
         staleness: with ``"parameter_server"``, how many steps a worker may be ahead of the slowest; with 0 they step together, by default
             each goes at its own pace.
         timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
+        nprocs: in a process that no launcher has started, a call starts this many ranks for itself: a number, ``"gpu"``, ``"cpu"`` or
+            ``"auto"``; see :func:`parwrap.launch`.
+        start_method: ``"fork"`` or ``"spawn"``: how it starts them.
 
     Raises:
         UsageError: an unknown option or value.
@@ -164,10 +173,60 @@ class distributed(ScopeDecorator):
     def option_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(Options))
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options as they were given."""
+        return self._given
+
+    def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
+        nprocs = self._options.nprocs
+        if nprocs is None:
+            return None
+        if _there_are_ranks():
+            size = groups.world_size()
+            if nprocs not in ("gpu", "cpu", "auto", size):
+                warn(f"parwrap: nprocs={nprocs} starts no ranks here: the function runs on the {counted(size, 'rank')} there.")
+            return None
+        size = number_of_ranks(nprocs, self._options.backend)
+        return None if size == 1 else functools.partial(_on_new_ranks, call, size, self._options)
+
     def scope(self, call: Call) -> AbstractContextManager[Any]:
+        if call.function is None and (nprocs := self._options.nprocs) not in (None, 1) and not _there_are_ranks():
+            raise UsageError(
+                f"`with parwrap.distributed(nprocs={nprocs!r}):` has no function that other processes could run: decorate the training "
+                "function, or call parwrap.launch(train, nprocs=...)."
+            )
         if _scope is not None:
             return _scope.joined(self._given)
         return _opened(self._options, call)
+
+
+def _there_are_ranks() -> bool:
+    """Whether this process was started as one of several, or has a scope or process group."""
+    return _scope is not None or dist.is_initialized() or detect(os.environ).size > 1
+
+
+def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any]) -> Any:
+    """Start ranks for a call, which ``run`` makes there. Random streams continue from this process's, and here from those of rank 0."""
+    names = functools.partial(named, call)
+    there = names().values()
+    function = functools.partial(_continued, run, get_states())
+    task = Task(function, found(KINDS, there), names, found((IOBase, DataLoader), there))
+    who = f"parwrap.distributed with nprocs={options.nprocs!r}"
+    try:
+        result, states = run_on_ranks(task, size, options.backend, options.start_method, who)
+    except BaseException as error:
+        if isinstance(error.__cause__, RemoteTraceback):
+            error.with_traceback(None)  # the rank's is enough; a notebook would show pages of our own frames
+        raise
+    set_states(states)
+    return result
+
+
+def _continued(run: Callable[[], Any], states: tuple[Any, ...]) -> Any:
+    """In a rank, what a call returns, and the random states after it."""
+    set_states(states)
+    return run(), get_states()
 
 
 @contextmanager
@@ -351,6 +410,7 @@ class _Scope(Interceptor):
                 with explained():
                     yield
             except BaseException as error:
+                report_failure(error)
                 if isinstance(error, SystemExit) and not error.code:
                     self._end(returns=False)
                 elif self._same_step is not None:

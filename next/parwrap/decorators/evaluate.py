@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from parwrap.data.evaluation import Evaluation, check
 from parwrap.data.merging import REDUCTIONS, Part, Passed, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
-from parwrap.decorators.scope import Call, ScopeDecorator, decorators_of, describe, module_of
+from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
 from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
@@ -98,8 +98,8 @@ class evaluate(ScopeDecorator):
 
     def wrapped(self, function: Any) -> Any:
         """The decorated function, inside the scopes of its other decorators, in whichever order they are written."""
-        scopes = decorators_of(function)
-        evaluated = self._on_ranks(function.__wrapped__ if scopes else function)
+        plain, scopes = undecorated(function)
+        evaluated = self._on_ranks(plain)
         for each in scopes:
             evaluated = each.wrapped(evaluated)
         return evaluated

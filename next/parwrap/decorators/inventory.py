@@ -1,9 +1,13 @@
-"""What a function can reach when its scope opens: the optimizers and modules that were built before (contract, small print on passes)."""
+"""What a function can reach: the optimizers and modules that were built before its scope opens (contract, small print on passes), and
+everything that it can reach by name, when ranks are started for it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import Parameter
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +15,7 @@ from torch import nn
 
 from parwrap.decorators.scope import Call, block_frame
 
-__all__ = ["reachable"]
+__all__ = ["found", "named", "reachable"]
 
 MOST = 1000
 """Containers that hold more are data, and are not looked into."""
@@ -20,34 +24,29 @@ T = TypeVar("T")
 
 
 def reachable(kind: type[T] | tuple[type[T], ...], call: Call) -> list[T]:
-    """The objects of ``kind`` among the arguments of a function, its ``self``, its closure and the globals that it names; for a ``with``
-    block, among the variables around it. Objects and containers of up to 1,000 items are looked into one level deep.
+    """The objects of ``kind`` among what a function can reach by name; for a ``with`` block, among the variables around it.
+
+    Objects and containers of up to 1,000 items are looked into one level deep.
 
     >>> sgd = torch.optim.SGD([torch.ones(1)])
     >>> reachable(torch.optim.Optimizer, Call(print, ({"optimizers": [sgd]},), {"other": sgd})) == [sgd]
     True
     """
-    found: dict[int, T] = {}
-    for value in _values(call):
+    if call.function is not None:
+        return found(kind, named(call).values())
+    frame = block_frame()
+    return [] if frame is None else found(kind, [*frame.f_locals.values(), *frame.f_globals.values()])
+
+
+def found(kind: type[T] | tuple[type[T], ...], values: Iterable[Any]) -> list[T]:
+    """The objects of ``kind`` among ``values`` and one level deep in them."""
+    there: dict[int, T] = {}
+    for value in values:
         for member in (value, *_members(value)):
             for each in (member, *_members(member)) if isinstance(member, (list, tuple, dict)) else (member,):
                 if isinstance(each, kind):
-                    found[id(each)] = each
-    return list(found.values())
-
-
-def _values(call: Call) -> Iterator[Any]:
-    if call.function is None:
-        frame = block_frame()
-        if frame is not None:
-            yield from [*frame.f_locals.values(), *frame.f_globals.values()]
-        return
-    yield from [*call.args, *call.kwargs.values(), getattr(call.function, "__self__", None)]
-    try:
-        names = inspect.getclosurevars(inspect.unwrap(getattr(call.function, "__func__", call.function)))
-    except TypeError:  # no Python function
-        return
-    yield from [*names.nonlocals.values(), *names.globals.values()]
+                    there[id(each)] = each
+    return list(there.values())
 
 
 def _members(value: Any) -> Collection[Any]:
@@ -59,3 +58,66 @@ def _members(value: Any) -> Collection[Any]:
     if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__") or inspect.ismodule(value):
         return ()
     return list(vars(value).values())
+
+
+def named(call: Call) -> dict[str, Any]:
+    """What a function can reach, by name: its arguments, its ``self``, its closure and the globals that it names.
+
+    Functions and classes of its module that it names count as its own code.
+
+    >>> def train(model, *, epochs=2):
+    ...     return MOST
+    >>> named(Call(train, ("model",)))
+    {'model': 'model', 'MOST': 1000}
+    """
+    function: Any
+    function, args, kwargs, _ = call
+    while isinstance(function, partial):
+        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+    names = _arguments(function, args, kwargs)
+    itself = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
+    if hasattr(itself, "__dict__") and not inspect.ismodule(itself):
+        names["self"] = itself
+    module = getattr(function, "__module__", None)
+    code, seen = [*_code(function, module), *_code(itself, module)], set[int]()
+    while code:
+        each = code.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        try:
+            theirs = inspect.getclosurevars(each)
+        except ValueError:  # a variable of its closure has no value yet
+            continue
+        for name, value in (*theirs.nonlocals.items(), *theirs.globals.items()):
+            names.setdefault(name, value)
+            code += _code(value, module)
+    return names
+
+
+def _arguments(function: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names: dict[str, Any] = {}
+    try:
+        signature = inspect.signature(function)
+        given = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call will say so, or it is a builtin
+        return {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
+    for name, value in given.items():
+        kind = signature.parameters[name].kind
+        several = {f"{name}[{index}]": each for index, each in enumerate(value)} if kind is Parameter.VAR_POSITIONAL else {name: value}
+        names |= value if kind is Parameter.VAR_KEYWORD else several
+    return names
+
+
+def _code(value: Any, module: str | None) -> Iterator[FunctionType]:
+    """The functions of ``value``, if it is a function, a method, a class or an object of a class of ``module``."""
+    value = getattr(value, "__func__", value)
+    if isinstance(value, FunctionType):
+        plain = inspect.unwrap(value)
+        if isinstance(plain, FunctionType) and plain.__module__ == module:
+            yield plain
+    elif (kind := value if isinstance(value, type) else type(value)).__module__ == module:
+        for each in vars(kind).values():
+            if isinstance(each := getattr(each, "__func__", each), FunctionType):
+                yield inspect.unwrap(each)

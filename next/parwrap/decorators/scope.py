@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Call", "ScopeDecorator", "block_frame", "decorators_of", "describe", "module_of"]
+__all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "refuse_undecoratable", "scoped", "undecorated"]
 
 
 class Call(NamedTuple):
@@ -83,27 +83,17 @@ class ScopeDecorator:
         function: Any = decorated
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self(function.__func__))  # type: ignore[return-value]
-        _refuse_undecoratable(function, type(self).__name__)
+        refuse_undecoratable(function, type(self).__name__)
         return self.wrapped(function)
 
     def wrapped(self, function: Any) -> Any:
         """The decorated form of ``function``."""
-        decorators = () if inspect.ismethod(function) else decorators_of(function)
-        if decorators:
-            function = function.__wrapped__
-        decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
+        plain, decorators = (function, ()) if inspect.ismethod(function) else undecorated(function)
+        return scoped(plain, (self, *decorators))
 
-        @functools.wraps(function)
-        def scoped(*args: Any, **kwargs: Any) -> Any:
-            returned: list[Any] = []
-            with ExitStack() as scopes:
-                for decorator in decorators:
-                    scopes.enter_context(decorator.scope(Call(function, args, kwargs, returned)))
-                returned.append(function(*args, **kwargs))
-            return returned[0] if returned else None  # on a parameter server
-
-        scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
-        return scoped
+    def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
+        """What makes a call in other processes; ``None`` to make it here."""
+        return None
 
     def __enter__(self) -> Any:
         scope = self.scope(Call())
@@ -115,14 +105,38 @@ class ScopeDecorator:
         return self._entered.pop().__exit__(*exception)
 
 
-def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
-    """The decorators of ``function``, or of the function of a method."""
-    outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
-    # functools.wraps copies them to other wrappers
-    return decorators if outermost is getattr(function, "__func__", function) else ()
+def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
+    """``function`` in the scopes of ``decorators``, which open in the order of their layers."""
+    ordered = tuple(sorted(decorators, key=lambda decorator: decorator.layer))
+
+    @functools.wraps(function)
+    def in_scopes(*args: Any, **kwargs: Any) -> Any:
+        returned: list[Any] = []
+        call = Call(function, args, kwargs, returned)
+        for decorator in ordered:
+            if elsewhere := decorator.elsewhere(call):
+                return elsewhere(functools.partial(in_scopes, *args, **kwargs))
+        with ExitStack() as scopes:
+            for decorator in ordered:
+                scopes.enter_context(decorator.scope(call))
+            returned.append(function(*args, **kwargs))
+        return returned[0] if returned else None  # on a parameter server
+
+    in_scopes.__parwrap_scopes__ = (in_scopes, ordered)  # type: ignore[attr-defined]
+    return in_scopes
 
 
-def _refuse_undecoratable(function: Any, decorator: str) -> None:
+def undecorated(function: Any) -> tuple[Any, tuple[ScopeDecorator, ...]]:
+    """A function or method without its decorators of parwrap, and these."""
+    outer = getattr(function, "__func__", function)
+    outermost, decorators = getattr(outer, "__parwrap_scopes__", (None, ()))
+    if outermost is not outer:  # functools.wraps copies them to other wrappers
+        return function, ()
+    plain = outermost.__wrapped__
+    return (plain.__get__(function.__self__) if inspect.ismethod(function) else plain), decorators
+
+
+def refuse_undecoratable(function: Any, decorator: str) -> None:
     """Raise :class:`UsageError` for objects that cannot be decorated with a scope around a call: classes, coroutines, generators."""
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"

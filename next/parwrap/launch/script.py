@@ -31,8 +31,8 @@ from parwrap.launch.fork_server import BLOCKED
 from parwrap.launch.output import ALL_RANKS, LOG, Pipes
 from parwrap.launch.plan import Script
 from parwrap.launch.signals import Terminated, note_signals, raise_on_sigterm, terminate
-from parwrap.launch.stdin import refuse_stdin
 from parwrap.ranks.processes import die_with_parent
+from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD
 
 __all__ = ["run_alone", "run_rank"]

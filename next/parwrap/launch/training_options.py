@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from parwrap.errors import UsageError
-from parwrap.options import CHOICES, Options
+from parwrap.options import CHOICES
 
 __all__ = ["DECORATORS", "OF_DECORATORS", "SCOPE_OPTIONS", "Given", "add_options", "decorators", "scope_options"]
 
@@ -97,12 +96,12 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 
 def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options for the scope that ``arguments`` give.
+    """The options for the scope that ``arguments`` give. torchrun's ``--start-method`` is none of them.
 
     >>> scope_options(argparse.Namespace(seed=3, nnodes="1"))
     {'seed': 3}
     """
-    return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}
+    return {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
 
 
 class Given(NamedTuple):

@@ -12,6 +12,7 @@ from torch.nn.modules import batchnorm
 __all__ = [
     "APPLY",
     "CALL",
+    "CONTENTS",
     "BatchNorm",
     "NormBase",
     "registered_buffers",
@@ -33,6 +34,9 @@ APPLY = "_apply"
 
 CALL = "_call_impl"
 """The method that ``Module.__call__`` calls. torch.fx replaces ``__call__`` itself temporarily, and would lose a patch of it."""
+
+CONTENTS = ("_parameters", "_buffers", "_modules")
+"""The attributes in which a module keeps what it consists of. No public method replaces them all, in place."""
 
 BatchNorm = batchnorm._BatchNorm
 """The base class of all batch norms. It has no public name."""

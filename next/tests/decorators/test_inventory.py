@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,8 @@ def put_into(held):
         "list of an object": Call(print, (Trainer([held]),)),
         "self": Call(Trainer(held).train),
         "closure": Call(of_closure),
+        "helper": Call(lambda: of_closure()),
+        "partial": Call(partial(print, held)),
     }
 
 

@@ -14,3 +14,15 @@ def test_a_loader_keeps_the_iterator_of_persistent_workers():
     vars(loader)[dataloader.ITERATOR] = None
 
     assert iterator is not iter(loader)
+
+
+def test_a_loader_forgets_workers_without_ending_them():
+    loader = DataLoader([0, 1], num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    (worker,) = iterator._workers
+    dataloader.forget_workers(loader)
+
+    assert dataloader.kept_iterator(loader) is None
+    iterator.__del__()
+    assert worker.is_alive()
+    iterator._shutdown = False  # and now it ends them

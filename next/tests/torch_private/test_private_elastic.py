@@ -1,6 +1,8 @@
 """The private names of torch's elastic launcher, driver and compiler that parwrap uses."""
 
 import importlib
+import multiprocessing
+import os
 import signal
 
 import pytest
@@ -145,3 +147,17 @@ def test_the_compiler_takes_another_function_in_place_of_a_wrapped_one():
 
     assert 1 == wrapped(2)
     assert plain is getattr(wrapped, dynamo.INLINE)
+
+
+def test_a_process_that_was_not_forked_is_in_no_bad_fork():
+    assert not cuda.is_in_bad_fork()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_process_that_was_forked_after_cuda_has_started_is():
+    torch.cuda.init()
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(cuda.is_in_bad_fork()))
+    child.start()
+    child.join()
+
+    assert 1 == child.exitcode

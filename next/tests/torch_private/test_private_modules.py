@@ -77,3 +77,12 @@ def test_all_batch_norms_have_one_base():
 
     assert all(issubclass(kind, modules.BatchNorm) for kind in kinds)
     assert not issubclass(nn.InstanceNorm1d, modules.BatchNorm)
+
+
+def test_a_module_is_what_its_three_dictionaries_hold():
+    first, second = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), nn.Sequential()
+    for name in modules.CONTENTS:
+        vars(second)[name] = vars(first)[name]
+
+    assert list(first.named_modules())[1:] == list(second.named_modules())[1:]
+    assert list(first.state_dict()) == list(second.state_dict())

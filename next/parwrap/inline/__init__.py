@@ -1,0 +1,1 @@
+"""Ranks that a call starts: ``parwrap.launch``, ``@distributed(nprocs=...)`` and notebooks."""

@@ -1,0 +1,376 @@
+"""Runs a function on ranks that this process starts, watches and always ends.
+
+``rank_process.py`` runs in a rank; ``returned.py`` packs what it sends back, and ``notebook.py`` shows its output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from io import IOBase
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from parwrap.errors import LaunchError, RankMismatchError, UsageError
+from parwrap.inline.notebook import ChildOutput, logging_handlers
+from parwrap.inline.rank_process import ENDING, MESSAGE, Job, Task, end_file, failure_file, run
+from parwrap.inline.returned import CallersObjects, warn_of_changes
+from parwrap.inline.spawning import Interpreter, loaded, pack
+from parwrap.ranks.device import cores, gpu_count
+from parwrap.ranks.processes import how_ended
+from parwrap.ranks.rendezvous import job_folder
+from parwrap.ranks.world import INIT_METHOD, ONE_NODE
+from parwrap.torch_private.cuda import is_in_bad_fork
+from parwrap.torch_private.dataloader import forget_workers
+from parwrap.torch_private.dynamo import DYNAMO
+
+__all__ = ["number_of_ranks", "run_on_ranks"]
+
+GRACE = 5.0
+"""Seconds for ranks to end, once one has failed, Ctrl-C was pressed, or all have finished."""
+
+Start = Callable[[int, int, dict[int, int]], Any]
+"""Starts the process of a rank, from its number, a pipe for its messages, and descriptors for its stdout and stderr."""
+
+MOMENT = 0.05
+"""Seconds to wait for the news of a dead rank, after other ranks have raised errors because of it."""
+
+
+def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
+    """How many ranks to start on this machine.
+
+    Raises:
+        LaunchError: the machine has fewer GPUs.
+
+    >>> number_of_ranks(3, "gloo")
+    3
+    """
+    gpus = gpu_count()
+    if nprocs == "gpu" and not gpus:
+        raise LaunchError("nprocs='gpu' starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks for the CPU.")
+    count = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}[nprocs] if isinstance(nprocs, str) else nprocs or 1
+    if gpus and count > gpus and backend != "gloo":
+        raise LaunchError(
+            f"nprocs={nprocs!r} is more than the GPUs that torch can use here ({gpus}). Use at most {gpus}, or set backend='gloo' to let "
+            "ranks share GPUs."
+        )
+    return count
+
+
+def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method: str | None = None, who: str = "parwrap.launch") -> Any:
+    """Run ``task`` on ``size`` ranks that this process starts, and wait for all of them.
+
+    Afterwards the caller's tensors, models, optimizers and schedulers have the state of rank 0, as far as it survives to send it. Ctrl-C is
+    passed on to the ranks.
+
+    Args:
+        task: the function to call, and what it reaches. It opens the process group itself.
+        size: the number of ranks.
+        backend: the backend of the process group; ``None`` to choose by the device.
+        start_method: ``"fork"``, or ``"spawn"`` for new interpreters, which get the function by cloudpickle; by default ranks are forked
+            where that is safe.
+        who: the name of the caller in errors.
+
+    Returns:
+        The function's result on rank 0.
+
+    Raises:
+        UsageError: the result, or the function, cannot be sent.
+        RankMismatchError: a rank ended without a result.
+
+    The exception of the first rank that fails is raised here too, with its traceback as the cause.
+
+    >>> run_on_ranks(Task(lambda: os.environ["PARWRAP_WORLD_SIZE"], [], dict), size=2)
+    '2'
+    """
+    method = start_method or ("fork" if sys.platform == "linux" and not _cuda_has_started() else "spawn")
+    with job_folder() as folder:
+        start = _forks(task, size, folder, who) if method == "fork" else _spawns(task, size, folder, backend, who)
+        with _started(start, size) as ranks:
+            interrupted = _watch(ranks)
+        return _outcome(ranks, interrupted, CallersObjects(task.objects), folder)
+
+
+def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
+    """A function that forks a rank from this process."""
+    _refuse_fork(who)
+    importlib.import_module(DYNAMO)  # each rank's first optimizer would import it, which takes a second
+    streams = [stream for handler in logging_handlers() if (stream := getattr(handler, "stream", None)) is not None]
+    files = [each for each in (*streams, *task.inherited) if isinstance(each, IOBase) and _is_written_file(each)]
+    _flush(files)  # else every rank would write what is in their buffers
+
+    def settled(rank: int) -> Task:
+        for each in task.inherited:
+            if isinstance(each, DataLoader):
+                forget_workers(each)
+        for file in files if rank else ():
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)
+        return replace(task, function=called)
+
+    def called() -> Any:
+        try:
+            return task.function()
+        finally:
+            _flush(files)  # the end of a fork does not
+
+    def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
+        job = Job(rank, partial(settled, rank), _variables(rank, size, folder), 1, outputs, folder, pipe, os.getpid())
+        process = multiprocessing.get_context("fork").Process(target=run, args=(job,))
+        process.start()
+        return process
+
+    return start
+
+
+def _spawns(task: Task, size: int, folder: Path, backend: str | None, who: str) -> Start:
+    """A function that starts a rank as a new interpreter."""
+    file = folder / "task"
+    pack(replace(task, inherited=[]), file, who)
+
+    def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
+        own = {number: number for number in outputs}  # the interpreter begins with them
+        job = Job(rank, partial(loaded, file, backend), _variables(rank, size, folder), None, own, folder, pipe, os.getpid())
+        return Interpreter(job, outputs, threads=max(1, cores() // size))
+
+    return start
+
+
+def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """The environment variables by which a rank finds its place, and the folder to meet in."""
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
+    return {f"PARWRAP_{name}": str(value) for name, value in place.items()} | {INIT_METHOD: f"{ONE_NODE}://job/{folder.name}"}
+
+
+def _refuse_fork(who: str) -> None:
+    """Raise :class:`UsageError` if this process cannot fork ranks."""
+    if not hasattr(os, "fork"):
+        problem = "this system cannot fork: start ranks with `python -m parwrap.run`"
+    elif multiprocessing.current_process().daemon:
+        problem = "a daemonic process of multiprocessing cannot start processes: call it in the main process"
+    elif _cuda_has_started():
+        problem = "CUDA has started here, and does not work after a fork: call it before anything is on a GPU and before "
+        problem += "torch.cuda.is_available() is called, or use start_method='spawn'"
+    else:
+        return
+    raise UsageError(f"{who} forks ranks from this process, and {problem}.")
+
+
+def _cuda_has_started() -> bool:
+    """Whether forked ranks could not use the GPUs: once torch has initialized CUDA, and also after ``torch.cuda.is_available()``."""
+    if torch.cuda.is_initialized() or not torch.cuda.device_count():
+        return torch.cuda.is_initialized()
+    with _starting():
+        child = os.fork()
+        if not child:
+            os._exit(is_in_bad_fork())
+    return os.waitpid(child, 0)[1] != 0
+
+
+def _is_written_file(file: IOBase) -> bool:
+    """Whether ``file`` is a named file, not this process's output, that is open for writing alone."""
+    with suppress(OSError, ValueError):
+        return file.writable() and not file.readable() and file.fileno() > 2 and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    return False
+
+
+def _flush(files: Sequence[IOBase]) -> None:
+    for file in files:
+        if not file.closed:
+            file.flush()
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Delay signals while processes are started: those that end a rank until it is ready, and Ctrl-C until all ranks are started.
+
+    Python's warning about threads is suppressed, because torch's threads are handled.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Rank:
+    """The process of one rank.
+
+    Attributes:
+        failed_at: the time of its exception, or 0 if it ended without a report; otherwise ``None``.
+        finished: whether it has reported its end.
+        ended: whether its process has ended.
+        how: how it ended, if without a report.
+    """
+
+    def __init__(self, start: Start, number: int) -> None:
+        self.failed_at: float | None = None
+        self.finished = self.ended = self._terminated = False
+        self.how = ""
+        self._output = ChildOutput()
+        self._messages, theirs = os.pipe()
+        try:
+            self.process = start(number, theirs, self._output.outputs)
+        except BaseException:
+            os.close(self._messages)
+            self._output.close()
+            raise
+        finally:
+            os.close(theirs)
+            self._output.started()
+        self._pid = cast(int, self.process.pid)
+        try:
+            self.sentinel = os.pidfd_open(self._pid)
+        except (AttributeError, OSError):  # an older system; multiprocessing's pipe stays open in processes that the rank has started
+            self.sentinel = os.dup(self.process.sentinel)
+
+    @property
+    def sources(self) -> list[Any]:
+        """The descriptors to wait for."""
+        messages = [] if self.finished or self.failed_at is not None else [self._messages]
+        return [self.sentinel, *messages, *self._output.sources]
+
+    def receive(self) -> None:
+        """Read its messages, and show its output."""
+        if self.ended:
+            return
+        self._output.show()
+        while wait([self._messages], 0) and (message := os.read(self._messages, MESSAGE.size)):
+            (when,) = MESSAGE.unpack(message)
+            if when:
+                self.failed_at = when
+            else:
+                self.finished = True
+
+    def end(self) -> None:
+        """Handle the end of its process. If it did not report its end, kill it with its children."""
+        if not self.ended:
+            if not self.finished:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._pid, signal.SIGKILL)
+                self.process.kill()
+            self.process.join(GRACE)
+            self.process.kill()
+            self.process.join()
+            self.receive()
+            self.ended = True
+            if not self.finished and self.failed_at is None and not self._terminated:
+                self.how = _ending_of(self.process.exitcode)
+                self.failed_at = 0.0
+            try:
+                self.process.close()
+            except ValueError:  # something else has waited for it; it is assumed to be alive
+                cast(Any, self.process)._popen.close()
+            self._output.close()
+            os.close(self._messages)
+            os.close(self.sentinel)
+
+    def signal(self, number: int) -> None:
+        """Ask it to end. Ctrl-C also goes to its children, because a terminal's Ctrl-C does not reach them."""
+        if not self.ended:
+            self._terminated = True
+            for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
+                with suppress(ProcessLookupError):  # it may not lead a process group yet
+                    send(self._pid, number)
+                    break
+
+
+def _ending_of(code: int | None) -> str:
+    """How its process has ended."""
+    if code is None:
+        return (
+            "ended, with an exit code that something else in this process collected, such as a SIGCHLD handler that waits for all children,"
+        )
+    return how_ended(code)
+
+
+@contextmanager
+def _started(start: Start, size: int) -> Iterator[list[_Rank]]:
+    """Start the ranks; none of them outlives the block."""
+    ranks: list[_Rank] = []
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    try:
+        if ignored:  # the system would then keep no exit codes
+            with suppress(ValueError):  # in another thread
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with _starting():
+            for number in range(size):
+                ranks.append(_Rank(start, number))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.end()
+        if ignored:
+            with suppress(ValueError):
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def _watch(ranks: Sequence[_Rank]) -> bool:
+    """Wait until all ranks have ended, or their grace period is over. Returns whether Ctrl-C was pressed."""
+    deadline, interrupted = None, False
+    while waiting := [rank for rank in ranks if not rank.ended]:
+        try:
+            _wait(waiting, deadline)
+            if deadline is not None:
+                if time.monotonic() > deadline:
+                    break
+            elif any(rank.failed_at is not None for rank in ranks):
+                _wait(waiting, time.monotonic() + MOMENT)
+                deadline = time.monotonic() + GRACE
+                for rank in ranks:
+                    if rank.failed_at is None:
+                        rank.signal(signal.SIGTERM)
+            elif all(rank.finished for rank in ranks):
+                deadline = time.monotonic() + GRACE
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted, deadline = True, time.monotonic() + GRACE
+            for rank in ranks:
+                rank.signal(signal.SIGINT)
+    return interrupted
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
+    """Read the first messages from ``ranks`` before ``deadline``, if any."""
+    sources = [source for rank in ranks for source in rank.sources]
+    ready = wait(sources, None if deadline is None else max(0.0, deadline - time.monotonic()))
+    ended = [rank for rank in ranks if rank.sentinel in ready]
+    for rank in ranks:
+        rank.receive()
+    for rank in ended:
+        rank.end()
+
+
+def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: CallersObjects, folder: Path) -> Any:
+    """Give the caller's objects the state of rank 0, and return its result or raise the first failure."""
+    end = callers.unpack(end_file(folder)) if ranks[0].finished else None
+    if end is not None and end.state:
+        callers.take(end.state)
+        warn_of_changes(end.changed)
+    failed = [(rank.failed_at, number) for number, rank in enumerate(ranks) if rank.failed_at is not None]
+    if failed:
+        number = min(failed)[1]
+        who = f"rank {number} of {len(ranks)}"
+        if how := ranks[number].how:
+            raise RankMismatchError(f"{who} {how}{' (out of memory?)' if 'SIGKILL' in how else ''} before it finished.")
+        raise callers.unpack(failure_file(folder, number)).error(who)
+    if end is None or (interrupted and not all(rank.finished for rank in ranks)):
+        raise KeyboardInterrupt
+    return end.value

@@ -1,0 +1,230 @@
+"""One started rank: the code in its own process. ``launching.py`` starts and watches it.
+
+A forked rank has everything that the caller has, so nothing is sent to it. It computes with one thread, because OpenMP does not work after
+a fork in a process that has used several threads.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from parwrap.errors import UsageError
+from parwrap.inline.notebook import redirect_output, show_in_notebook
+from parwrap.inline.remote_exception import RemoteException
+from parwrap.inline.returned import CallersObjects, contents, differing
+from parwrap.places import is_ours
+from parwrap.ranks.processes import die_with_parent
+from parwrap.ranks.stdin import refuse_stdin
+
+__all__ = ["ENDING", "MESSAGE", "End", "Job", "Task", "end_file", "failure_file", "report_failure", "run"]
+
+MESSAGE = struct.Struct("d")
+"""The format of a message to the caller: the time of a failure, or 0 at the end."""
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a rank: Ctrl-C, and another rank's failure. They are blocked when the rank starts."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank runs, with the caller's objects.
+
+    Attributes:
+        function: the function to call.
+        objects: the caller's tensors, models, optimizers and schedulers that it reaches.
+        names: a function that returns what it reaches by name.
+        inherited: its open files and loaders, which forked ranks cannot all use.
+    """
+
+    function: Callable[[], Any]
+    objects: list[Any]
+    names: Callable[[], Mapping[str, Any]]
+    inherited: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank needs to know.
+
+    Attributes:
+        rank: its number.
+        task: returns what to run, once the environment variables are set.
+        variables: environment variables to set first.
+        threads: the number of compute threads; ``None`` for the environment's.
+        outputs: descriptors that replace stdout and stderr, by their numbers.
+        folder: the folder for :func:`failure_file` and :func:`end_file`.
+        pipe: the descriptor for messages that these files have been written.
+        parent: the caller's process.
+    """
+
+    rank: int
+    task: Callable[[], Task]
+    variables: Mapping[str, str]
+    threads: int | None
+    outputs: Mapping[int, int]
+    folder: Path
+    pipe: int
+    parent: int
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    """The file for a packed :class:`RemoteException`."""
+    return folder / f"failure-{rank}"
+
+
+def end_file(folder: Path) -> Path:
+    """The file for the packed :class:`End` of rank 0."""
+    return folder / "end"
+
+
+@dataclass(frozen=True)
+class End:
+    """How rank 0 ended.
+
+    Attributes:
+        value: its result.
+        state: the new state of the caller's objects.
+        changed: the names of what else has changed.
+    """
+
+    value: Any
+    state: dict[str, list[Any]]
+    changed: list[str]
+
+
+class _Stopped(BaseException):
+    """Raised in a rank's function to end it, because another rank has failed."""
+
+
+class _Reports:
+    """Sends the first failure of this rank to the caller."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.failed = job, False
+        self.callers = CallersObjects()
+        # rank 0 alone may open files once the scope is open
+        self._file = open(failure_file(job.folder, job.rank), "wb", buffering=0)  # noqa: SIM115
+
+    def failure(self, error: BaseException) -> None:
+        if self.failed or isinstance(error, _Stopped):
+            return
+        self.failed = True
+        when = time.monotonic()
+        packed = BytesIO()
+        self.callers.pack(RemoteException.of(error, _script_part(error.__traceback__), _can_pickle), packed)
+        self._file.write(packed.getbuffer())
+        self.send(when)
+
+    def send(self, when: float) -> None:
+        os.write(self.job.pipe, MESSAGE.pack(when))
+
+
+_reports: _Reports | None = None
+"""In the process of a started rank, how it reports."""
+
+
+def report_failure(error: BaseException) -> None:
+    """In a started rank, report the exception to the caller before the scope closes.
+
+    When this rank leaves the process group, other ranks may fail, but their errors come later.
+    """
+    if _reports is not None and not (isinstance(error, SystemExit) and not error.code):
+        _reports.failure(error)
+
+
+def run(job: Job) -> None:
+    """Run ``job`` in this process, which was started for it."""
+    global _reports
+    with suppress(PermissionError):
+        os.setpgid(0, 0)  # its children are ended with it, and the caller forwards Ctrl-C to it
+    die_with_parent(job.parent)
+    signal.set_wakeup_fd(-1)  # an event loop of the caller's must not receive this rank's signals
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    os.environ.update(job.variables)
+    redirect_output(job.outputs)
+    refuse_stdin("ask before the call, and pass the answer as an argument")
+    show_in_notebook(job.rank)
+    _reports = _Reports(job)
+    end = _run(job, _reports)
+    if job.rank == 0:
+        _pack(end, _reports)
+    _reports.send(0.0)
+
+
+def _run(job: Job, reports: _Reports) -> End:
+    value, state, changed = None, {}, []
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        task = job.task()
+        reports.callers = callers = CallersObjects(task.objects)
+        before = callers.now(), contents(task.names())
+        try:
+            value = task.function()
+        finally:
+            _ignore_signals()
+            if job.rank == 0:
+                state, changed = callers.state(before[0]), differing(before[1], contents(task.names()))
+    except BaseException as error:
+        _ignore_signals()
+        reports.failure(error)
+    return End(value, state, changed)
+
+
+def _pack(end: End, reports: _Reports) -> None:
+    """Write the end of rank 0 for the caller: at least the new state of its objects, if the result cannot be sent."""
+    for sent in (end, replace(end, value=None), replace(end, value=None, state={})):
+        try:
+            reports.callers.pack(sent, end_file(reports.job.folder))
+        except Exception as error:
+            reports.failure(
+                UsageError(
+                    "the result of rank 0, or a value that the function stored in one of the caller's models, cannot be sent to the "
+                    f"caller: {error}. Return tensors, models, numbers and containers of them, and define their classes outside of the "
+                    "function."
+                )
+            )
+        else:
+            return
+
+
+def _ignore_signals() -> None:
+    """Finish this rank, whatever other ranks do."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _can_pickle(thing: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(thing))
+    except Exception:
+        return False
+    return True
+
+
+def _script_part(traceback: TracebackType | None) -> TracebackType | None:
+    """``traceback`` from the script's first line on, if it has one."""
+    inner = traceback
+    while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
+        inner = inner.tb_next
+    return inner or traceback
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Stopped

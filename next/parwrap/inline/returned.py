@@ -1,0 +1,274 @@
+"""What rank 0 sends back: the function's result, and the new state of the caller's tensors, models, optimizers and schedulers.
+
+The caller and rank 0 have the same objects in the same order. What is sent refers to them by their numbers, so that a model that was
+passed in is the same object when it is returned.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from parwrap.places import is_installed, is_ours, is_standard, script_place
+from parwrap.torch_private.modules import CONTENTS
+from parwrap.torch_private.tensors import version_of
+
+__all__ = ["KINDS", "CallersObjects", "contents", "differing", "warn_of_changes"]
+
+KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
+"""The kinds of objects whose new state is sent back."""
+
+MOST = 1000
+"""Containers and tensors that hold more are data, and are not looked through for changes."""
+
+MOST_NAMED = 5
+CALLERS = "parwrap"
+"""Marks the number of one of the caller's objects in packed data."""
+
+
+class CallersObjects:
+    """The tensors, models, optimizers and schedulers of the caller, with the parts of these, numbered alike in the caller and on rank 0.
+
+    Args:
+        found: the objects, in the same order on both sides.
+
+    >>> model = nn.Linear(1, 1)
+    >>> callers = CallersObjects([model])
+    >>> before = callers.now()
+    >>> _ = nn.init.ones_(model.weight)
+    >>> len(callers.state(before)["tensors"])
+    2
+    """
+
+    def __init__(self, found: Iterable[Any] = ()) -> None:
+        self._objects = list({id(each): each for thing in found for each in _with_parts(thing)}.values())
+        self._numbers = {id(each): number for number, each in enumerate(self._objects)}
+        parts = [each for thing in self._objects if isinstance(thing, (nn.Module, Optimizer)) for each in _tensors_of(thing)]
+        self._trained = {self._numbers[id(each)] for each in parts}
+
+    def pack(self, thing: Any, file: Path | BinaryIO) -> None:
+        """Write ``thing`` into a file, with references to the caller's objects in their place."""
+        numbers = self._numbers
+
+        class Pickler(pickle.Pickler):
+            def __init_subclass__(cls) -> None:
+                """The persistent id of a storage, as torch writes it."""
+                of_storage = cls.persistent_id
+
+                def persistent_id(self: Any, each: Any) -> Any:
+                    number = numbers.get(id(each))
+                    return of_storage(self, each) if number is None else (CALLERS, number)
+
+                cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+        # torch's own choice, protocol 2, turns a TimeoutError into an OSError
+        torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
+
+    def unpack(self, path: Path) -> Any:
+        """What :meth:`pack` wrote on the other side."""
+        objects = self._objects
+
+        class Unpickler(pickle.Unpickler):
+            def __setattr__(self, name: str, value: Any) -> None:
+                """Torch's, for the storages of tensors."""
+                super().__setattr__(name, partial(_loaded, objects, value) if name == "persistent_load" else value)
+
+        # a caller that has not started CUDA can still fork
+        where = None if torch.cuda.is_initialized() else "cpu"
+        return torch.load(path, weights_only=False, map_location=where, pickle_module=pickle_module(Unpickler=Unpickler))
+
+    def now(self) -> list[Any]:
+        """What shows later which tensors have changed."""
+        # they are kept, because otherwise other memory could get their address
+        return [(_state_of(each), each.detach()) if _is_tensor(each) else (None, None) for each in self._objects]
+
+    def state(self, before: list[Any]) -> dict[str, list[Any]]:
+        """The new state for :meth:`take`: of models and optimizers, and of other tensors that have changed since :meth:`now`."""
+        every = list(enumerate(self._objects))
+        tensors = [(number, each) for number, each in every if _is_tensor(each)]
+        changed = [pair for pair in tensors if pair[0] in self._trained or _may_have_changed(pair[1], before[pair[0]][0])]
+        return {
+            "tensors": [(number, _values(each), each.requires_grad) for number, each in changed],
+            "modules": [(number, _parts_of(each)) for number, each in every if isinstance(each, nn.Module)],
+            "optimizers": [(number, each.__getstate__()) for number, each in every if isinstance(each, Optimizer)],
+            "schedulers": [(number, each.state_dict()) for number, each in every if isinstance(each, LRScheduler)],
+        }
+
+    def take(self, state: Mapping[str, list[Any]]) -> None:
+        """Give the caller's objects the state of rank 0, in place."""
+        for number, values, asks in state["tensors"]:
+            _set(self._objects[number], values, asks)
+        for number, parts in state["modules"]:
+            attributes = vars(self._objects[number])
+            attributes.update(_updated(attributes, parts))
+        for number, attributes in state["optimizers"]:
+            optimizer = self._objects[number]
+            optimizer.__setstate__(_updated(vars(optimizer), attributes))
+        for number, attributes in state["schedulers"]:
+            self._objects[number].load_state_dict(attributes)
+
+
+def pickle_module(**classes: type) -> ModuleType:
+    """A pickle module for :func:`torch.save` and :func:`torch.load`, with ``classes`` instead of pickle's own."""
+    module = ModuleType("pickle")
+    vars(module).update(vars(pickle))
+    vars(module).update(classes)
+    return module
+
+
+def _with_parts(thing: Any) -> list[Any]:
+    """An object with the objects of the caller that it consists of."""
+    if isinstance(thing, LRScheduler):
+        return [thing, *_with_parts(thing.optimizer)]
+    if isinstance(thing, nn.Module):
+        return [*thing.modules(), *_tensors_of(thing)]
+    return [thing, *_tensors_of(thing)] if isinstance(thing, Optimizer) else [thing]
+
+
+def _tensors_of(thing: nn.Module | Optimizer) -> list[torch.Tensor]:
+    if isinstance(thing, nn.Module):
+        return [*thing.parameters(), *thing.buffers()]
+    return [parameter for group in thing.param_groups for parameter in group["params"]]
+
+
+def _parts_of(module: nn.Module) -> dict[str, Any]:
+    """What ``module`` consists of, without the attributes that a user gives it."""
+    attributes = vars(module)
+    return {name: attributes[name] for name in (*CONTENTS, "training") if name in attributes}
+
+
+def _is_tensor(thing: Any) -> bool:
+    """Whether ``thing`` is a tensor with elements, which a lazy parameter has not yet."""
+    return isinstance(thing, torch.Tensor) and not is_lazy(thing)
+
+
+def _state_of(tensor: torch.Tensor) -> Any:
+    """What differs once a tensor has been changed in place or moved; ``None`` if nothing shows that."""
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return None
+    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _may_have_changed(tensor: torch.Tensor, before: Any) -> bool:
+    """Whether to send a tensor that no model and no optimizer holds. ``x.numpy()[0] = 1`` changes no version, so small ones are sent."""
+    return tensor.numel() <= MOST or before is None or _state_of(tensor) != before
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the elements of ``tensor``, which is sent without the rest of its storage."""
+    values = tensor.detach()
+    return values if tensor.layout != torch.strided or values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+
+def _set(tensor: torch.Tensor, values: torch.Tensor, asks: bool) -> None:
+    if is_lazy(tensor):
+        tensor.materialize(values.shape, dtype=values.dtype)
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        repeats = tensor.layout == torch.strided and 0 in tensor.stride()
+        if (tensor.shape, tensor.dtype) == (values.shape, values.dtype) and not repeats:
+            tensor.copy_(values)
+        else:
+            tensor.data = values
+    if tensor.is_leaf and not tensor.is_inference():
+        tensor.requires_grad_(asks)
+
+
+def _updated(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes ``new``, but containers are the old ones with new content, because other objects may refer to these."""
+    return {name: _in_place(old.get(name), value) for name, value in new.items()}
+
+
+def _in_place(old: Any, new: Any) -> Any:
+    """``new``; if both are dicts or lists, ``old`` with the content of ``new``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        entries = _updated(old, new)
+        old.clear()
+        old.update(entries)
+        return old
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [_in_place(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
+        return old
+    return new
+
+
+def _loaded(objects: list[Any], of_storage: Callable[[Any], Any], saved: Any) -> Any:
+    """The object of a persistent id: the caller's, or a storage of torch's."""
+    return objects[saved[1]] if saved[0] == CALLERS else of_storage(saved)
+
+
+def contents(names: Mapping[str, Any]) -> dict[str, Any]:
+    """The values behind ``names`` and behind the attributes of the script's objects, in a form to compare with :func:`differing`.
+
+    >>> history = [0.5]
+    >>> before = contents({"history": history})
+    >>> history.append(0.25)
+    >>> differing(before, contents({"history": history}))
+    ['history']
+    """
+    found = {}
+    for name, value in names.items():
+        found[name] = _content(value)
+        if not isinstance(value, (type, FunctionType, ModuleType, *KINDS)) and hasattr(value, "__dict__") and _is_of_script(type(value)):
+            found |= {f"{name}.{attribute}": _content(each) for attribute, each in vars(value).items()}
+    return found
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names whose values have changed, or are new."""
+    return [name for name, value in after.items() if name not in before or before[name] != value]
+
+
+class _Itself:
+    """An object that equals no other. It is kept, so that no other object gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+
+def _content(value: Any, depth: int = 3) -> Any:
+    if isinstance(value, (int, float, complex, str, bytes, type(None))):
+        return type(value), repr(value)
+    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MOST and depth:
+        members = [*value, *value.values()] if isinstance(value, dict) else value
+        return _Itself(value), [_content(each, depth - 1) for each in members]
+    if isinstance(value, np.ndarray) and value.size <= MOST and not value.dtype.hasobject:
+        return _Itself(value), value.tobytes()
+    return _Itself(value)
+
+
+def _is_of_script(kind: type) -> bool:
+    """Whether ``kind`` is a class of the script, not of a library."""
+    file = kind.__module__ != "__main__" and getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or bool(file and not (is_installed(file) or is_standard(file) or is_ours(file)))
+
+
+def warn_of_changes(names: list[str]) -> None:
+    """Warn once of what the function has changed on rank 0, and this process still has as it was."""
+    if not names:
+        return
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    place = script_place()
+    warnings.warn_explicit(
+        f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors, "
+        "models, optimizers and schedulers are changed here too: return what you need of the rest.",
+        UserWarning,
+        place.file,
+        place.line,
+    )
