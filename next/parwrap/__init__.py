@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parwrap.decorators.accumulate import accumulate
     from parwrap.decorators.amp import amp, amp_state
     from parwrap.decorators.batch_losses import gather_with_grad, mean_over_ranks
+    from parwrap.decorators.data_parallel import data_parallel
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
     from parwrap.decorators.evaluate import evaluate
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
@@ -32,6 +33,7 @@ _HOMES = {
     "parwrap.decorators.amp": ("amp", "amp_state"),
     "parwrap.data.padding": ("pad_collate",),
     "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
+    "parwrap.decorators.data_parallel": ("data_parallel",),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.evaluate": ("evaluate",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
@@ -58,6 +60,7 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast",
+    "data_parallel",
     "distributed",
     "evaluate",
     "every_rank_writes",

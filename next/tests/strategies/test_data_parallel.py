@@ -1,0 +1,306 @@
+"""One process on several devices, against the same on one, and against ``nn.DataParallel``'s rules."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from divided import THREE, TWO, Net, after_backward, close, normed, same, trained
+from torch import nn
+from torch.nn import functional as F
+
+import parwrap
+
+ROOT = Path(__file__).parents[2]
+GATHER = pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in pieces"])
+Pair = namedtuple("Pair", "logits hidden")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    scale: float
+
+
+CALLS = {
+    "plain": lambda model, x, y: F.cross_entropy(model(x), y),
+    "loss module": lambda model, x, y: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))(model(x), y),
+    "keywords": lambda model, x, y: F.cross_entropy(model(images=x, scale=2.0, factor=x.mean((1, 2, 3))[:, None]), y),
+    "dict and tuple": lambda model, x, y: F.cross_entropy(model({"images": (x, 3, None)}), y),
+    "rows and what has none": lambda model, x, y: F.cross_entropy(
+        model(x, torch.tensor(2.0), extra={"row": x[:, 0, 0, :3], "all": torch.ones(1, 3)}), y
+    ),
+    "several calls": lambda model, x, y: F.cross_entropy(model(x) + model(-x), y),
+    "a module that is not the root": lambda model, x, y: F.cross_entropy(model.fc(F.relu(model.conv(x)).flatten(1)), y),
+    "double backward": lambda model, x, y: (
+        torch.autograd.grad(model(w := x.clone().requires_grad_()).sum(), w, create_graph=True)[0].square().sum()
+    ),
+}
+
+
+@GATHER
+@pytest.mark.parametrize("loss_of", CALLS.values(), ids=CALLS)
+def test_gradients_are_those_of_one_device(loss_of, gather):
+    assert same(loss_of, gather=gather)
+
+
+@GATHER
+@pytest.mark.parametrize(("devices", "rows"), [(THREE, 2), (THREE, 1), (THREE, 4), (TWO, 6), (["cpu"], 4)], ids=str)
+def test_batches_may_be_uneven_or_smaller_than_the_devices(devices, rows, gather):
+    assert same(CALLS["plain"], devices, rows, gather=gather)
+
+
+FORMS = {
+    "dict": (lambda logits: {"logits": logits, "name": "net"}, lambda out: out["logits"]),
+    "mapping": (lambda logits: UserDict(logits=logits), lambda out: out["logits"]),
+    "nested tuple": (lambda logits: (logits.exp(), [logits, None]), lambda out: out[1][0]),
+    "namedtuple": (lambda logits: Pair(logits, logits * 2), lambda out: out.hidden),
+    "dataclass": (lambda logits: Output(logits, 2.0), lambda out: out.logits * out.scale),
+    "flattened rows": (lambda logits: logits.reshape(-1, 1), lambda out: out.view(-1, 3)),
+}
+
+
+@GATHER
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_outputs_have_the_form_that_the_model_returns(form, gather):
+    make, take = form
+
+    assert same(lambda model, x, y: F.cross_entropy(take(model(x)), y), form=make, gather=gather)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_a_loss_that_the_model_returns_is_a_mean_over_the_samples_or_a_sum(loss):
+    assert same(lambda model, x, y: model(x), form=lambda logits: getattr(logits.square(), loss)(), loss=loss)
+    assert same(lambda model, x, y: model(x)["loss"], form=lambda logits: {"loss": getattr(logits, loss)()}, loss=loss, gather=False)
+
+
+class Scaled(nn.Linear):
+    """Also returns a parameter, a number that is equal for all parts."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x), self.scale.exp()
+
+
+def test_a_number_that_does_not_depend_on_the_batch_needs_no_option():
+    def loss_of(model, x, y):
+        out, scale = model(x)
+        return (out * scale).square().sum()
+
+    model, x = Scaled(), torch.randn(5, 2)
+    other = copy.deepcopy(model)
+    expected = after_backward(model, loss_of, x, None)
+    actual = parwrap.data_parallel(TWO)(after_backward)(other, loss_of, x, None)
+
+    assert close(expected, actual, 1e-5)
+
+
+def test_recurrent_layers_are_divided():
+    model, x = nn.GRU(2, 3, num_layers=2, batch_first=True), torch.randn(5, 4, 2)
+    other = copy.deepcopy(model)
+
+    def loss_of(model, x, y):
+        class Outputs(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = model
+
+            def forward(self, x):
+                return self.inner(x)[0]
+
+        return Outputs()(x).square().mean()
+
+    expected = after_backward(model, loss_of, x, None)
+    actual = parwrap.data_parallel(TWO)(after_backward)(other, loss_of, x, None)
+
+    assert close(expected, actual)
+
+
+def test_weights_after_steps_are_those_of_one_device_with_layers_that_see_one_sample():
+    assert close(trained(model=nn.Sequential(nn.Flatten(), nn.Linear(16, 3))), parwrap.data_parallel(THREE)(trained)(model=flat()))
+
+
+def flat():
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+
+class Parts(nn.Module):
+    """The rule of ``nn.DataParallel``, by hand: batch norms normalize by the chunk, and the running statistics are the first one's."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        first, *others = x.chunk(2)
+        out = [self.inner(first)]
+        kept = {name: buffer.clone() for name, buffer in self.inner.named_buffers()}
+        out += [self.inner(other) for other in others]
+        for name, buffer in self.inner.named_buffers():
+            buffer.copy_(kept[name])
+        return torch.cat(out)
+
+
+def test_without_sync_bn_batch_norms_are_those_of_nn_data_parallel():
+    torch.manual_seed(1)
+    model = normed()
+    expected = trained(model=Parts(copy.deepcopy(model)))
+
+    assert close(expected, parwrap.data_parallel(TWO)(trained)(model=model))
+
+
+class Modes(nn.Module):
+    """Notes in which modes it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.note = [].append
+
+    def forward(self, x):
+        x = self.fc(x)
+        self.note((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), x.dtype))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (torch.enable_grad, (True, False, torch.float32)),
+        (torch.no_grad, (False, False, torch.float32)),
+        (torch.inference_mode, (False, True, torch.float32)),
+        (lambda: torch.autocast("cpu", torch.bfloat16), (True, False, torch.bfloat16)),
+        (lambda: parwrap.amp(dtype="bf16"), (True, False, torch.bfloat16)),
+    ],
+    ids=["grad", "no_grad", "inference_mode", "autocast", "amp"],
+)
+def test_modes_reach_the_replicas(mode, expected):
+    model = Modes()
+    with parwrap.data_parallel(TWO), mode():
+        out = model(torch.randn(4, 2))
+
+    assert [expected] * 2 == model.note.__self__
+    assert (expected[1], expected[2]) == (out.is_inference(), out.dtype)
+
+
+@GATHER
+@pytest.mark.parametrize(
+    ("around", "within"),
+    [(parwrap.accumulate(2), 1e-5), (parwrap.amp(dtype="bf16"), 0.05), (parwrap.amp(level="O2"), 0.02), (parwrap.distributed, 1e-5)],
+    ids=["accumulate", "amp", "amp O2", "distributed on one rank"],
+)
+def test_the_order_of_decorators_does_not_matter(around, within, gather):
+    divided = parwrap.data_parallel(TWO, gather=gather)
+    expected = around(trained)()
+    one, other = divided(around(parwrap.sync_bn(trained)))(), parwrap.sync_bn(around(divided(trained)))()
+
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert close(expected, one, within)
+
+
+class Rows(nn.Linear):
+    """Notes how many rows each call has."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.note = [].append
+
+    def forward(self, x):
+        self.note(len(x))
+        return super().forward(x)
+
+    @property
+    def rows(self):
+        return self.note.__self__
+
+
+def test_models_are_divided_and_what_they_call_and_losses_are_not():
+    sizes = []
+
+    class Loss(nn.MSELoss):
+        def forward(self, input, target):
+            sizes.append(len(input))
+            return super().forward(input, target)
+
+    inner, x = Rows(2, 2), torch.randn(6, 2)
+    with parwrap.data_parallel(TWO):
+        Loss()(nn.Sequential(inner, nn.Linear(2, 2))(x), x)
+
+    assert ([3, 3], [6]) == (inner.rows, sizes)
+
+
+def test_inside_of_itself_the_inner_devices_count():
+    model, x = Rows(2, 1), torch.ones(6, 2)
+    with parwrap.data_parallel(TWO):
+        for inner in (parwrap.data_parallel(), parwrap.data_parallel(THREE), parwrap.data_parallel(["cpu"])):
+            with inner:
+                model(x)
+
+    assert [3, 3, 2, 2, 2, 6] == model.rows
+
+
+def test_a_lazy_model_takes_its_shapes_from_a_whole_batch():
+    model, x = nn.LazyLinear(2), torch.randn(4, 3)
+    with parwrap.data_parallel(TWO):
+        outputs = [model(x), model(x)]
+
+    assert torch.allclose(*outputs)
+
+
+def test_hooks_see_each_part():
+    model, seen = nn.Linear(2, 2), []
+    model.register_forward_hook(lambda module, given, out: seen.append(len(out)))
+    with parwrap.data_parallel(TWO):
+        model(torch.ones(5, 2))
+
+    assert [3, 2] == seen
+
+
+def test_it_says_once_what_is_divided(capsys):
+    class Divided(nn.Linear):
+        pass
+
+    for _ in range(2):
+        with parwrap.data_parallel(TWO):
+            Divided(2, 1)(torch.ones(5, 2))
+
+    assert "parwrap: 1 process on cpu, cpu: each batch of Divided is divided\n" == capsys.readouterr().err
+
+
+def test_calls_are_torchs_own_again_afterwards():
+    before = nn.Module._call_impl
+    with pytest.raises(KeyError), parwrap.data_parallel(TWO):
+        assert before is not nn.Module._call_impl
+        raise KeyError("on purpose")
+
+    assert before is nn.Module._call_impl
+
+
+def test_a_checkpoint_around_a_model_changes_no_numbers():
+    assert same(lambda model, x, y: F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y))
+
+
+def test_torch_func_sees_the_whole_model():
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    with parwrap.data_parallel(TWO):
+        out = torch.vmap(model)(x)
+
+    assert torch.allclose(model(x), out)
+
+
+def test_the_example_learns_the_same_with_outputs_in_pieces():
+    command = [sys.executable, "examples/data_parallel.py"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert ["0.9"] * 3 == [line[line.index("accuracy ") + 9 :][:3] for line in printed.splitlines()]
+
+
