@@ -70,18 +70,17 @@ class DataParallel(Interceptor):
         self._check_device(module)
         rows = next((leaf.size(0) for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         sizes = sizes_of(rows, len(self._devices))
-        reason = (
-            None if len(sizes) < 2 else "it, or a part of it, is compiled" if _is_compiled(module) else _why_whole((args, kwargs), rows)
-        )
+        if len(sizes) < 2:
+            return self._on_whole(original, args, kwargs)
+        reason = _why_whole(module, (*args, *kwargs.values()), rows)
         if reason is not None:
             self._warn_of_whole(module, reason)
-        if len(sizes) < 2 or reason is not None:
             return self._on_whole(original, args, kwargs)
         return self._divided(module, args, kwargs, original, sizes)
 
     def _divided(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable, sizes: list[int]) -> Any:
         devices = self._devices[: len(sizes)]
-        _say_division(type(module).__name__, tuple(devices), tuple(sizes))
+        _say_division(type(module).__name__, tuple(self._devices))
         copies = replicas(module, devices)
         calls = []
         for number, replica in enumerate(copies):
@@ -115,10 +114,9 @@ class DataParallel(Interceptor):
 
 
 @functools.cache
-def _say_division(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
-    """Say once for each kind of batch how a model is divided."""
-    each, parts = ", ".join(map(str, devices)), " + ".join(map(str, sizes))
-    print(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}", file=sys.stderr)
+def _say_division(model: str, devices: Sequence[torch.device]) -> None:
+    """Say how a model is divided; once, however often a function opens the scope."""
+    print(f"parwrap: 1 process on {', '.join(map(str, devices))}: each batch of {model} is divided", file=sys.stderr)
 
 
 def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> UsageError:
@@ -137,16 +135,10 @@ def _is_internal(module: nn.Module) -> bool:
     return getattr(module, IS_REPLICA, False) or in_backward() or tracing_state() is not None or current_transform() is not None
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a part of ``module`` is compiled: its copies would run the code of the original."""
-    return any(
-        isinstance(each, torch.jit.ScriptModule) or compiled_call(each) is not None or ORIGINAL_MODULE in registered_modules(each)
-        for each in module.modules()
-    )
-
-
-def _why_whole(given: Any, rows: int) -> str | None:
-    """Why a call with these arguments cannot be cut into parts of ``rows`` samples; ``None`` if it can."""
+def _why_whole(module: nn.Module, given: Sequence[Any], rows: int) -> str | None:
+    """Why a call of ``module`` with these arguments cannot be cut into parts of ``rows`` samples; ``None`` if it can."""
+    if _is_compiled(module):
+        return "it, or a part of it, is compiled"
     for leaf in _leaves(given):
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested:
@@ -155,7 +147,27 @@ def _why_whole(given: Any, rows: int) -> str | None:
                 return f"its inputs have {rows} and {leaf.size(0)} rows, so the number of samples is unclear"
         elif isinstance(leaf, PackedSequence) or any(isinstance(each, torch.Tensor) for each in getattr(leaf, "__dict__", {}).values()):
             return f"one of its inputs is a {type(leaf).__name__}, which contains tensors"
+    if any(_has_items(value, rows) for value in given):
+        return f"one of its inputs is a list or an array of {rows} items for {rows} samples, which may be one for each sample"
     return None
+
+
+def _has_items(value: Any, rows: int) -> bool:
+    """Whether a list without tensors or an array in ``value`` has as many items as there are samples."""
+    if isinstance(value, MutableMapping):
+        return any(_has_items(each, rows) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        listed = len(value) == rows and not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+        return listed or any(_has_items(each, rows) for each in value)
+    return not isinstance(value, torch.Tensor) and tuple(getattr(value, "shape", ()))[:1] == (rows,)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a part of ``module`` is compiled: its copies would run the code of the original."""
+    return any(
+        isinstance(each, torch.jit.ScriptModule) or compiled_call(each) is not None or ORIGINAL_MODULE in registered_modules(each)
+        for each in module.modules()
+    )
 
 
 def sizes_of(rows: int, parts: int) -> list[int]:
@@ -173,7 +185,7 @@ def sizes_of(rows: int, parts: int) -> list[int]:
 
 def _leaves(value: Any) -> Iterator[Any]:
     found: list[Any] = []
-    _over([value], lambda parts: found.append(parts[0]))
+    _over([value], found.extend)
     return iter(found)
 
 
@@ -189,10 +201,10 @@ def _over(parts: Sequence[Any], leaf: Callable[[list[Any]], Any]) -> Any:
         for key in first:
             copied[key] = _over([part[key] for part in parts], leaf)
         return copied
-    if isinstance(first, (list, tuple)) and not isinstance(first, (torch.Size, PackedSequence)):
-        if all(type(part) is kind and len(part) == len(first) for part in parts):
-            made = [_over(each, leaf) for each in zip(*parts, strict=True)]
-            return kind(*made) if hasattr(first, "_fields") else kind(made)
+    listed = isinstance(first, (list, tuple)) and not isinstance(first, PackedSequence)
+    if listed and all(type(part) is kind and len(part) == len(first) for part in parts):
+        made = [_over(each, leaf) for each in zip(*parts, strict=True)]
+        return kind(*made) if hasattr(first, "_fields") else kind(made)
     if is_dataclass(first) and not isinstance(first, type) and all(type(part) is kind for part in parts):
         copied = copy.copy(first)
         for field in fields(first):
@@ -249,6 +261,8 @@ def _merged(parts: list[Any], sizes: Sequence[int], loss: str | None, join: Call
             )
         # equal numbers are averaged too, so that gradients flow to all parts
         weights = [1.0] * len(sizes) if loss == "sum" else [size / sum(sizes) for size in sizes]
+        if loss is None and not tensors:
+            return first
         if not tensors:
             return sum(part * weight for part, weight in zip(parts, weights, strict=True))
         return torch.stack([part.to(first.device) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
@@ -274,9 +288,9 @@ def _check_rows(parts: list[torch.Tensor], sizes: Sequence[int]) -> None:
     shapes = " and ".join(str(list(part.shape)) for part in parts)
     if any(row % size or row // size != rows[0] // sizes[0] for row, size in zip(rows, sizes, strict=True)):
         raise _Unmergeable(
-            f"tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample. The first dimension "
-            "of all inputs and outputs must be the batch. Otherwise call it inside of `with parwrap.data_parallel([device]):`, which "
-            "names one device."
+            f"tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample. The first "
+            "dimension of all inputs and outputs must be the batch. Otherwise call it inside of `with parwrap.data_parallel([device]):`, "
+            "which names one device."
         )
     if len({part.shape[1:] for part in parts}) > 1:
         raise _Unmergeable(

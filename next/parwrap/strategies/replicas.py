@@ -1,8 +1,8 @@
 """Replicas of a module on several devices of one process: the copies, and the threads in which they run at the same time.
 
 The first replica is the module itself, so the running statistics of its batch norms are the module's own. The others are copies whose
-gradients flow back to its parameters; what a forward changes in them is lost. (``torch.nn.parallel.replicate`` works on different GPUs only,
-and gives unused parameters a gradient of zeros.)
+gradients flow back to its parameters; what a forward changes in them is lost. (``torch.nn.parallel.replicate`` needs different GPUs, and
+gives unused parameters a gradient of zeros.)
 
 Replicas may compute something together in a forward, as synchronized batch norms do. None waits for one that has failed or finished.
 Replicas on the same device take turns, because they share its random stream, and a checkpoint must be able to restore its state.

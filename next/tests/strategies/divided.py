@@ -68,8 +68,8 @@ def trained(steps=4, model=None, rows=6):
     model = model or normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
-        x = torch.randn(rows, 1, 4, 4)
+        x = torch.randn(rows, 1, 4, 4, dtype=next(model.parameters()).dtype)
         optimizer.zero_grad()
-        F.cross_entropy(model(x).float(), (x.mean((1, 2, 3)) > 0).long()).backward()
+        F.cross_entropy(model(x).double(), (x.mean((1, 2, 3)) > 0).long()).backward()
         optimizer.step()
-    return [each.detach().float() for each in model.state_dict().values()]
+    return [each.detach().double() for each in model.state_dict().values()]
