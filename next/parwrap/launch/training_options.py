@@ -28,6 +28,10 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
+def _devices(text: str) -> str | list[int | str]:
+    return text if text == "all" else [int(each) if each.isdecimal() else each for each in text.split(",")]
+
+
 def _choice(text: str) -> str:
     return text.replace("-", "_")
 
@@ -66,12 +70,23 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
 DECORATORS: dict[str, dict[str, Any]] = {
     "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
     "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
+    "data_parallel": {
+        "type": _devices,
+        "help": "One process on several GPUs, each with a part of every batch: all, or their numbers, such as 0,1.",
+    },
     "sync_bn": {"action": "store_true", "help": "Batch norms use the statistics of all ranks."},
     "uniform_length": {"action": "store_true", "help": "Batches hold samples of similar length, with as little padding as possible."},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
 
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gather": (
+        "data_parallel",
+        {
+            "action": argparse.BooleanOptionalAction,
+            "help": "With --data-parallel: --no-gather keeps outputs, and losses, on their devices.",
+        },
+    ),
     "pad_value": ("uniform_length", {"type": _number, "help": "With --uniform-length: the value that sequences are padded with."}),
     "max_tokens": ("uniform_length", {"type": _whole, "help": "With --uniform-length: the most tokens of a batch, instead of samples."}),
     "multiple_of": ("uniform_length", {"type": _whole, "help": "With --uniform-length: round lengths up to a multiple of this."}),
@@ -121,6 +136,8 @@ def decorators(arguments: argparse.Namespace) -> dict[str, Given]:
         if hasattr(arguments, name):
             value = getattr(arguments, name)
             kwargs = {each: getattr(arguments, each) for each, (of, _) in OF_DECORATORS.items() if of == name and hasattr(arguments, each)}
+            if name == "data_parallel" and hasattr(arguments, "loss"):  # an option of the scope too
+                kwargs["loss"] = arguments.loss
             found[name] = Given(() if value is True else (value,), kwargs)
     for name, (of, _) in OF_DECORATORS.items():
         if hasattr(arguments, name) and of not in found:

@@ -287,9 +287,13 @@ def test_torch_func_sees_the_whole_model():
     assert torch.allclose(model(x), out)
 
 
-@pytest.mark.slow
-def test_the_example_learns_the_same_with_outputs_in_pieces():
-    command = [sys.executable, "examples/data_parallel.py"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+def printed_by(*command):
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
-    assert ["0.9"] * 3 == [line[line.index("accuracy ") + 9 :][:3] for line in printed.splitlines()]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--no-gather"]], ids=["gathered", "in pieces"])
+def test_the_example_prints_what_it_prints_on_one_device(options):
+    divided = printed_by("-m", "parwrap.run", "--data-parallel", "cpu,cpu", "--sync-bn", *options, "examples/data_parallel.py")
+
+    assert printed_by("examples/data_parallel.py") == divided

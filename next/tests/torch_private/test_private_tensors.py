@@ -38,6 +38,10 @@ class Wrapper(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return "seen"
 
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
 
 def test_a_subclass_may_have_a_shape_and_no_memory():
     made = tensors.make_wrapper_subclass(Wrapper, (2, 3), dtype=torch.float64, device=torch.device("cpu"))
