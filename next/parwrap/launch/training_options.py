@@ -80,13 +80,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
 
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gather": (
-        "data_parallel",
-        {
-            "action": argparse.BooleanOptionalAction,
-            "help": "With --data-parallel: --no-gather keeps outputs, and losses, on their devices.",
-        },
-    ),
+    "no_gather": ("data_parallel", {"action": "store_true", "help": "With --data-parallel: keep outputs and losses on their devices."}),
     "pad_value": ("uniform_length", {"type": _number, "help": "With --uniform-length: the value that sequences are padded with."}),
     "max_tokens": ("uniform_length", {"type": _whole, "help": "With --uniform-length: the most tokens of a batch, instead of samples."}),
     "multiple_of": ("uniform_length", {"type": _whole, "help": "With --uniform-length: round lengths up to a multiple of this."}),
@@ -135,7 +129,9 @@ def decorators(arguments: argparse.Namespace) -> dict[str, Given]:
     for name in DECORATORS:
         if hasattr(arguments, name):
             value = getattr(arguments, name)
-            kwargs = {each: getattr(arguments, each) for each, (of, _) in OF_DECORATORS.items() if of == name and hasattr(arguments, each)}
+            given = [each for each, (of, _) in OF_DECORATORS.items() if of == name and hasattr(arguments, each)]
+            # --no-x is x=False
+            kwargs = {each.removeprefix("no_"): not each.startswith("no_") and getattr(arguments, each) for each in given}
             if name == "data_parallel" and hasattr(arguments, "loss"):  # an option of the scope too
                 kwargs["loss"] = arguments.loss
             found[name] = Given(() if value is True else (value,), kwargs)
