@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
@@ -183,10 +183,10 @@ def sizes_of(rows: int, parts: int) -> list[int]:
 # nested arguments and outputs
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
     _over([value], found.extend)
-    return iter(found)
+    return found
 
 
 def _over(parts: Sequence[Any], leaf: Callable[[list[Any]], Any]) -> Any:

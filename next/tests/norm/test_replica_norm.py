@@ -55,6 +55,19 @@ def test_the_weights_after_steps_equal_those_of_one_large_batch():
     assert all((one - two).abs().max() < 1e-9 for one, two in zip(train(), actual, strict=True))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU here")
+@pytest.mark.parametrize("gather", [True, False])
+def test_gpus_give_what_one_gives(gather):
+    torch.manual_seed(0)
+    gpus = list(range(torch.cuda.device_count()))
+    model, x, y = normed().cuda(0).double(), torch.randn(9, 1, 4, 4).cuda(0).double(), torch.randint(3, (9,)).cuda(0)
+    other = copy.deepcopy(model)
+    expected = one_step(model, x, y)
+    actual = parwrap.data_parallel(gpus if len(gpus) > 1 else [0, 0], gather=gather)(parwrap.sync_bn(one_step))(other, x, y)
+
+    assert all((one - two).abs().max() < 1e-6 for one, two in zip(expected, actual, strict=True))
+
+
 def test_with_one_device_sync_bn_changes_nothing():
     model, x, y = normed(), torch.randn(4, 1, 4, 4), torch.randint(3, (4,))
     other = copy.deepcopy(model)

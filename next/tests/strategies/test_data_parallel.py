@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import parwrap
 from divided import THREE, TWO, after_backward, close, normed, same, trained
@@ -110,13 +111,68 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0]
 
 
-def test_recurrent_layers_are_divided():
-    model, x = Recurrent(2, 3, num_layers=2, batch_first=True), torch.randn(5, 4, 2)
-    other = copy.deepcopy(model)
-    expected = after_backward(model, lambda model, x, y: model(x).square().mean(), x, None)
-    actual = parwrap.data_parallel(TWO)(after_backward)(other, lambda model, x, y: model(x).square().mean(), x, None)
+class Holds(nn.Module):
+    """Parameters, buffers and methods in every place where a module may have them."""
 
-    assert close(expected, actual)
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(3)])
+        self.named = nn.ParameterDict({"bias": torch.randn(2)})
+        self.functions, self.by_name = [self.scaled], {"weight": self.listed[0]}
+        self.register_buffer("ones", torch.ones(2))
+        self.register_buffer("nothing", None)
+
+    def scaled(self, x):
+        return x * self.listed[1]
+
+    def forward(self, x):
+        out = self.functions[0](x) * self.by_name["weight"] + self.named["bias"] * self.ones
+        return out + sum(p.sum() for p in self.parameters())
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class PartlyFrozen(nn.Sequential):
+    def forward(self, x):
+        with torch.no_grad():
+            fixed = self[0](x)
+        return self[1](x) * fixed
+
+
+MODELS = {
+    "recurrent": lambda: Recurrent(2, 3, num_layers=2, batch_first=True),
+    "attention": lambda: nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)),
+    "held everywhere": Holds,
+    "checkpoints inside": lambda: Checkpointed(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)),
+    "partly frozen": lambda: PartlyFrozen(nn.Linear(2, 3), nn.Linear(2, 3)),
+    "large": lambda: nn.Linear(2, 2**18),
+    "sparse gradients": lambda: nn.Sequential(Indices(), nn.Embedding(5, 2, sparse=True)),
+}
+
+
+class Indices(nn.Module):
+    def forward(self, x):
+        return x.abs().long()
+
+
+@GATHER
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_layers_of_every_kind_are_divided(make, gather):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(5, 4, 2)
+    other = copy.deepcopy(model)
+
+    def loss_of(model, x, y):
+        return model(x).square().mean()
+
+    expected = after_backward(model, loss_of, x, None)
+    actual = parwrap.data_parallel(THREE, gather=gather)(after_backward)(other, loss_of, x, None)
+
+    assert close(*([each if each is None else each.to_dense() for each in some] for some in (expected, actual)))
 
 
 @GATHER
@@ -275,8 +331,21 @@ def test_calls_are_torchs_own_again_afterwards():
     assert before is nn.Module._call_impl
 
 
-def test_a_checkpoint_around_a_model_changes_no_numbers():
-    assert same(lambda model, x, y: F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y))
+@GATHER
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_model_changes_no_numbers(reentrant, gather):
+    def loss_of(model, x, y):
+        return F.cross_entropy(checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant), y)
+
+    assert same(loss_of, gather=gather)
+
+
+def test_the_scripts_own_data_parallel_is_left_alone():
+    model = Rows(2, 1)
+    with parwrap.data_parallel(TWO):
+        nn.DataParallel(model)(torch.ones(4, 2))
+
+    assert [4] == model.rows
 
 
 def test_torch_func_sees_the_whole_model():

@@ -133,6 +133,7 @@ def test_calls_that_cannot_be_cut_run_on_one_device_with_a_warning(given, reason
     assert 1 == len(said)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_models_run_on_one_device_with_a_warning():
     model, x = nn.Sequential(nn.Linear(2, 1)), torch.randn(4, 2)
     expected = model(x)
