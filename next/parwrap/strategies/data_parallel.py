@@ -52,12 +52,12 @@ class DataParallel(Interceptor):
         """Run a call of ``module``, on several devices if the module has parameters and no other module calls it."""
         if is_undivided() or _is_internal(module):
             return original(*args, **kwargs)
+        if next(module.parameters(), None) is None:
+            plain = type(module).__module__.startswith("torch.nn.") and compiled_call(module) is None
+            return original(*args, **kwargs) if plain else self._on_whole(original, args, kwargs)  # torch's modules take pieces
         with undivided():
             if isinstance(module, (nn.DataParallel, DistributedDataParallel)):  # the script deals with devices itself
                 return original(*args, **kwargs)
-            if next(module.parameters(), None) is None:
-                plain = type(module).__module__.startswith("torch.nn.") and compiled_call(module) is None
-                return original(*args, **kwargs) if plain else self._on_whole(original, args, kwargs)  # torch's modules take pieces
             return self._call(module, args, kwargs, original)
 
     def _call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
@@ -145,7 +145,7 @@ def _why_whole(module: nn.Module, given: Sequence[Any], rows: int) -> str | None
                 return "one of its inputs is a sparse or nested tensor"
             if leaf.dim() and leaf.size(0) not in (1, rows):
                 return f"its inputs have {rows} and {leaf.size(0)} rows, so the number of samples is unclear"
-        elif isinstance(leaf, PackedSequence) or any(isinstance(each, torch.Tensor) for each in getattr(leaf, "__dict__", {}).values()):
+        elif isinstance(leaf, PackedSequence) or _has_tensors(list(getattr(leaf, "__dict__", {}).values())):
             return f"one of its inputs is a {type(leaf).__name__}, which contains tensors"
     if any(_has_items(value, rows) for value in given):
         return f"one of its inputs is a list or an array of {rows} items for {rows} samples, which may be one for each sample"
@@ -157,9 +157,12 @@ def _has_items(value: Any, rows: int) -> bool:
     if isinstance(value, MutableMapping):
         return any(_has_items(each, rows) for each in value.values())
     if isinstance(value, (list, tuple)):
-        listed = len(value) == rows and not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
-        return listed or any(_has_items(each, rows) for each in value)
+        return (len(value) == rows and not _has_tensors(value)) or any(_has_items(each, rows) for each in value)
     return not isinstance(value, torch.Tensor) and tuple(getattr(value, "shape", ()))[:1] == (rows,)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -259,18 +262,18 @@ def _merged(parts: list[Any], sizes: Sequence[int], loss: str | None, join: Call
                 "the samples, such as a loss, pass loss='mean' or loss='sum' to parwrap.data_parallel. Otherwise call it inside of "
                 "`with parwrap.data_parallel([device]):`, which names one device."
             )
-        # equal numbers are averaged too, so that gradients flow to all parts
-        weights = [1.0] * len(sizes) if loss == "sum" else [size / sum(sizes) for size in sizes]
         if loss is None and not tensors:
             return first
+        # equal tensors are averaged too, so that gradients flow to all parts
+        weights = [1.0] * len(sizes) if loss == "sum" else [size / sum(sizes) for size in sizes]
         if not tensors:
             return sum(part * weight for part, weight in zip(parts, weights, strict=True))
         return torch.stack([part.to(first.device) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
     if all(part is first or (type(part) is type(first) and _same(first, part)) for part in parts):
         return first
     raise _Unmergeable(
-        f"a {type(first).__name__} that differs between the parts of the batch and has no row for each sample. Return tensors whose first "
-        "dimension is the batch."
+        f"an object of type {type(first).__name__} that differs between the parts of the batch and has no row for each sample. Return "
+        "tensors whose first dimension is the batch."
     )
 
 

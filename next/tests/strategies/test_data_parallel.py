@@ -285,6 +285,22 @@ def test_models_are_divided_and_what_they_call_and_losses_are_not():
     assert ([3, 3], [6]) == (inner.rows, sizes)
 
 
+def test_a_model_that_a_module_without_parameters_calls_is_divided():
+    class Trainer(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.models = [model]
+
+        def forward(self, x):
+            return self.models[0](x).sum()
+
+    model = Rows(2, 1)
+    with parwrap.data_parallel(TWO):
+        Trainer(model)(torch.ones(4, 2))
+
+    assert [2, 2] == model.rows
+
+
 def test_inside_of_itself_the_inner_devices_count():
     model, x = Rows(2, 1), torch.ones(6, 2)
     with parwrap.data_parallel(TWO):

@@ -77,8 +77,14 @@ REFUSED = {
         r"a number for each part of the batch \(1, 0\.5\)\. If it is a mean or a sum .*pass loss='mean' or loss='sum' to parwrap\.data_par",
     ),
     "a float": (lambda x: float(len(x)), r"a number for each part of the batch \(3, 2\)\."),
-    "a count": (len, r"a int that differs between the parts of the batch and has no row for each sample\. Return tensors whose first"),
-    "other keys": (lambda x: {str(len(x)): x}, r"a dict that differs between the parts of the batch and has no row for each sample"),
+    "a count": (
+        len,
+        r"an object of type int that differs between the parts of the batch and has no row for each sample\. Return",
+    ),
+    "other keys": (
+        lambda x: {str(len(x)): x},
+        r"an object of type dict that differs between the parts of the batch and has no row for each sample",
+    ),
     "no batch": (
         lambda x: torch.ones(4, 2),
         r"tensors of shape \[4, 2\] and \[4, 2\] for 3 and 2 samples, which have no row for each sample\. The first dimension of all",
@@ -101,7 +107,7 @@ def test_outputs_that_cannot_be_merged(function, message):
 
 class Batch:
     def __init__(self, x):
-        self.x = x
+        self.given = {"x": x}
 
 
 WHOLE = {
