@@ -36,6 +36,7 @@ CHOICES: dict[str, dict[Any, str]] = {
     "strategy": {
         "ddp": "gradients are averaged in every backward pass",
         "zero1": "like ddp, but each rank holds the optimizer state of only a part of the parameters",
+        "fsdp": "each rank holds a part of the parameters, the gradients and the optimizer state",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "hogwild": "each rank steps separately, without waiting, on weights that all ranks of a node share",
         "parameter_server": "some ranks hold the weights and take the steps, with gradients from the other ranks, the workers",
@@ -56,6 +57,7 @@ CHOICES: dict[str, dict[Any, str]] = {
 AVERAGING = ("ddp", "zero1", "local_sgd")
 OF_STRATEGIES = {
     **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
+    "wrap": ("fsdp",),
     **dict.fromkeys(("every", "warmup", "outer", "outer_lr", "outer_momentum"), ("local_sgd",)),
     "lock": ("hogwild",),
     **dict.fromkeys(("servers", "staleness"), ("parameter_server",)),
@@ -79,6 +81,7 @@ class Options:
     gradient_as_bucket_view: bool = False
     compress: str | None = None
     powersgd_rank: int = 4
+    wrap: int | str | type | tuple[str | type, ...] | None = None
     every: int = 8
     warmup: int = 0
     outer: str | None = None
@@ -117,6 +120,12 @@ class Options:
                     f"{name}={getattr(self, name)!r} has no effect with strategy={self.strategy!r}: remove it, or choose a strategy that "
                     f"has this option: {', '.join(map(repr, strategies))}."
                 )
+        names = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
+        if not (self.wrap is None or _whole(self.wrap, 1) or all(isinstance(each, (str, type)) for each in names)):
+            raise UsageError(
+                f"wrap={self.wrap!r} does not say which modules strategy='fsdp' gathers one by one: use a positive number of parameters, a "
+                "class, the name of a class, or a tuple of classes and names."
+            )
         self._check_compression()
         self._check_local_sgd()
         self._check_separate_steps()

@@ -112,14 +112,22 @@ class SameStep:
             with self.positions.inner(crc32(kind.encode()), inside, alike):
                 yield
             return
-        place = f"its end, after {self._last}" if self.ending else script_place()
-        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
+        self.sends(kind)
         try:
             yield
         except RuntimeError as error:
             self.explain(error)
             raise
         self.positions.run()
+
+    def sends(self, kind: str) -> None:
+        """This rank is about to send a message of that ``kind``, and goes on while it is on its way.
+
+        Raises:
+            LockstepError: another rank can never meet it there, or has ended.
+        """
+        place = f"its end, after {self._last}" if self.ending else script_place()
+        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
 
     def backward(self, number: int, place: str) -> None:
         """This rank is about to average the gradients of set ``number``.

@@ -7,7 +7,7 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -92,11 +92,13 @@ class SameWeights:
 
     Attributes:
         owned_only: whether only optimizers' parameters are compared, because what follows them, such as a moving average, differs rightly.
+        leaves_out: whether each rank has a part of a parameter, so that there is nothing to compare.
     """
 
     def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
         self._group, self._passes, self._optimizers, self._modules = group, passes, optimizers, modules
         self.owned_only = False
+        self.leaves_out: Callable[[torch.Tensor], bool] = lambda parameter: False
         self._place: Place | None = None
         self._checked: tuple[int, int] | None = (0, 0)
         self._begun = 0
@@ -145,9 +147,10 @@ class SameWeights:
             return
         self._checked = clock
         optimizers, self._unchecked = self._unchecked, []
-        owned = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        owned = [p for optimizer in optimizers for p in parameters_of(optimizer) if not self.leaves_out(p)]
         ids = set(map(id, owned))
-        others = {} if self.owned_only else {number: p for number, p in self._modules.trainable().items() if id(p) not in ids}
+        trainable = self._modules.trainable(self.leaves_out)
+        others = {} if self.owned_only else {number: p for number, p in trainable.items() if id(p) not in ids}
         parameters = [*owned, *others.values()]
         options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
         sums = checksums(parameters)

@@ -79,6 +79,10 @@ def strategy_of(options: Options) -> type[Strategy]:
         from parwrap.strategies.zero1 import Zero1
 
         return Zero1
+    if options.strategy == "fsdp":
+        from parwrap.strategies.fsdp import FSDP
+
+        return FSDP
     if options.strategy == "local_sgd":
         from parwrap.strategies.local_sgd import LocalSGD
 
@@ -117,12 +121,15 @@ class distributed(ScopeDecorator):
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
-            to the ranks; ``"local_sgd"`` averages weights every few steps; ``"hogwild"`` lets each rank step on weights in shared memory;
-            ``"parameter_server"`` lets some ranks hold the weights and step; ``"none"`` trains a model on each rank.
+            to the ranks, and ``"fsdp"`` parameters and gradients too; ``"local_sgd"`` averages weights every few steps; ``"hogwild"`` lets
+            each rank step on weights in shared memory; ``"parameter_server"`` lets some ranks hold the weights and step; ``"none"`` trains
+            a model on each rank.
         bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.
         powersgd_rank: the rank of the matrices that PowerSGD sends.
+        wrap: with ``"fsdp"``, the modules to gather one by one: a class, its name, a tuple of these, or a number of parameters from which a
+            module is one. By default blocks of 100,000 parameters or more that are repeated in a list.
         every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
         warmup: with ``"local_sgd"``, the number of steps before that, in which gradients are averaged.
         outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.

@@ -74,6 +74,9 @@ class Interceptor:
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` or ``module.eval()`` was called by the script and has taken effect."""
 
+    def moves(self, module: nn.Module) -> None:
+        """``module.to(...)``, ``.double()`` or similar is about to replace tensors of parameters."""
+
     def moved(self, module: nn.Module) -> None:
         """``module.to(...)``, ``.double()`` or similar has replaced tensors of parameters."""
 
@@ -82,6 +85,12 @@ class Interceptor:
 
     def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
         """``nn.DataParallel(module)`` is about to be built: call ``build`` with the devices to use."""
+
+    def use_sharded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """``func(*args, **kwargs)`` was called, which has a ``DTensor`` among its arguments. Returns the result."""
+
+    def saved(self, thing: Any) -> Any:
+        """``torch.save(thing, ...)`` was called. Returns what is saved."""
 
     # optimizers
 

@@ -414,6 +414,41 @@ def _moved(interceptor: Interceptor) -> Patches:
     return [Patch(nn.Module, APPLY, apply)]
 
 
+def _moves(interceptor: Interceptor) -> Patches:
+    def apply(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+        function = args[0]
+        kinds = {(p.dtype, p.device) for p in instance.parameters()}
+        tried = [(kind, function(torch.empty(0, dtype=kind[0], device=kind[1]))) for kind in kinds]
+        if any((tensor.dtype, tensor.device) != kind for kind, tensor in tried):
+            interceptor.moves(instance)
+        return wrapped(*args, **kwargs)
+
+    return [Patch(nn.Module, APPLY, apply)]
+
+
+def _use_sharded(interceptor: Interceptor) -> Patches:
+    from torch.distributed.tensor import DTensor  # which takes long to import
+
+    def torch_function(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        func, _, *rest = args
+        return interceptor.use_sharded(func, rest[0] if rest else (), rest[1] if len(rest) > 1 and rest[1] else {})
+
+    def show(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> str:
+        return interceptor.use_sharded(torch.Tensor.__repr__, (instance,), {})
+
+    return [Patch(DTensor, "__torch_function__", torch_function), Patch(DTensor, "__repr__", show)]
+
+
+def _saved(interceptor: Interceptor) -> Patches:
+    def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        def with_thing(obj: Any, *rest: Any, **options: Any) -> None:
+            wrapped(interceptor.saved(obj), *rest, **options)
+
+        with_thing(*args, **kwargs)
+
+    return [Patch(torch, "save", save)]
+
+
 def _call(interceptor: Interceptor) -> Patches:
     def call(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
@@ -608,7 +643,10 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "norm": _norm,
     "made": _made,
     "set_mode": _set_mode,
+    "moves": _moves,
     "moved": _moved,
+    "use_sharded": _use_sharded,
+    "saved": _saved,
     "call": _call,
     "data_parallel": _data_parallel,
     "built": _built,

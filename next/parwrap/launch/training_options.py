@@ -32,6 +32,14 @@ def _devices(text: str) -> str | list[int | str]:
     return text if text == "all" else [int(each) if each.isdecimal() else each for each in text.split(",")]
 
 
+def _modules(text: str) -> int | tuple[str, ...]:
+    """
+    >>> _modules("Block, Head"), _modules("1000")
+    (('Block', 'Head'), 1000)
+    """
+    return int(text) if text.isdecimal() else tuple(text.replace(" ", "").split(","))
+
+
 def _choice(text: str) -> str:
     return text.replace("-", "_")
 
@@ -52,6 +60,7 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
     "powersgd_rank": {"type": _whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
+    "wrap": {"type": _modules, "help": "With --strategy fsdp: modules to gather one by one: names of classes, or a number of parameters."},
     "every": {"type": _whole, "help": "With --strategy local-sgd: average weights every N steps; by default 8."},
     "warmup": {"type": _whole, "help": "With --strategy local-sgd: synchronous steps before the first local one."},
     "outer": {"help": "With --strategy local-sgd: nesterov adds an outer optimizer, as in DiLoCo."},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -50,9 +50,9 @@ class Modules(Interceptor):
             self._numbers[parameter] = self._made
             self._made += 1
 
-    def trainable(self) -> dict[int, torch.Tensor]:
+    def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
         """The parameters that require grad, by the number in which they were made, which is the same on all ranks."""
-        return {number: p for p, number in self._numbers.items() if p.requires_grad and not is_lazy(p)}
+        return {number: p for p, number in self._numbers.items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         self._outer.setdefault(module)

@@ -7,7 +7,7 @@ This file is the regular step: find the site, check that all ranks are there, ru
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,13 +41,16 @@ class DDP(Strategy):
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self._buffers = Buffers(loop.group, loop.modules.first)
-        self._sites = Sites(loop, self._buffers.watch)
+        self._sites = self._new_sites(self._buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
         self._thread: threading.Thread | None = None
         self._local = self._synced_steps = 0
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
             torch.zeros((), requires_grad=True).sum()
+
+    def _new_sites(self, new_set: Callable[[], None]) -> Sites:
+        return Sites(self._loop, new_set)
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average the gradients that it leaves."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -52,6 +53,7 @@ class GradientAverager:
         parameters: the leaf tensors, in the order of the model; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         at_end: called when a backward has reached its end, before it waits for the averages.
+        others: for the id of each further parameter of the set, whose gradient something else averages: whether a backward has reached it.
         sender: makes the hook that sends a bucket in fewer bytes, given the signal, which must arrive exactly; ``None`` sends it as it is.
         options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
 
@@ -71,6 +73,7 @@ class GradientAverager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         at_end: Callable[[], None],
+        others: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
         sender: Callable[[torch.Tensor], Hook] | None = None,
         **options: Any,
     ) -> None:
@@ -79,7 +82,7 @@ class GradientAverager:
                 f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
                 "those of one kind of device. Move the whole model to one: model.to('cuda')."
             )
-        self.parameters, self.number, self._sparse, self._at_end = tuple(parameters), number, sparse, at_end
+        self.parameters, self.number, self._sparse, self._at_end, self._others = tuple(parameters), number, sparse, at_end, others
         self.ids = frozenset(map(id, self.parameters))
         self.has_local = False
         self.grows = False
@@ -89,7 +92,7 @@ class GradientAverager:
         # 16 would look like rounding, so there the signal has a bucket to itself
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
-        self._facts = facts = torch.zeros(len(self.parameters) + NUMBERS, dtype=dtype, device=device)
+        self._facts = facts = torch.zeros(len(self.parameters) + len(others) + NUMBERS, dtype=dtype, device=device)
         facts[:-NUMBERS] = 1
         # numpy writes a few numbers in a tenth of torch's time
         self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
@@ -139,6 +142,11 @@ class GradientAverager:
         means = cast(torch.Tensor, self._signal.grad)
         return means[-NUMBERS:] if self._numbers is None else means.numpy()[-NUMBERS:].tolist()
 
+    def reached_others(self) -> set[int]:
+        """The ids of the further parameters that the last backward has reached on any rank."""
+        bits = cast(torch.Tensor, self._signal.grad)[len(self.parameters) : -NUMBERS].tolist()
+        return {number for number, bit in zip(self._others, bits, strict=True) if bit > 0}
+
     def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
         """Set this rank's numbers; ``.data``, because autograd may hold those of the last backward."""
         if self._numbers is not None:
@@ -161,7 +169,7 @@ class GradientAverager:
     def _report(self) -> torch.Tensor:
         """This rank's bits and numbers: the gradient of the signal, for which autograd asks when all others are there."""
         self._at_end()
-        reached = self._reached()
+        reached = [*self._reached(), *(is_reached() for is_reached in self._others.values())]
         facts = self._facts.clone()
         if self.grows:
             facts[Entry.GROWS] = 1

@@ -42,6 +42,7 @@ class Site:
 
     Attributes:
         averager: averages the gradients of its set; ``None`` if it trains nothing that ranks share.
+        parameters: the set.
         generation: the optimizers' generation when the set was found.
         frozen: parameters of its optimizers that were frozen then.
         then_average: whether gradients are averaged after the backward, because it runs others inside it.
@@ -51,6 +52,7 @@ class Site:
     """
 
     averager: GradientAverager | None
+    parameters: list[torch.Tensor]
     generation: int
     frozen: tuple[torch.Tensor, ...]
     then_average: bool
@@ -105,14 +107,21 @@ class Sites:
             else:
                 then_average = reenters(call.tensors)
         place = script_place()
-        site = Site(averager, optimizers.generation, frozen, then_average, place, str(place), codes)
+        site = Site(averager, parameters, optimizers.generation, frozen, then_average, place, str(place), codes)
         self._watch()
         return site
+
+    def leaves(self, call: Backward) -> list[torch.Tensor]:
+        """The parameters and other leaves that ``call`` reaches."""
+        return reached(call.roots)
+
+    def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
+        """If something else averages the gradient of ``parameter``: a function that says whether the last backward has reached it."""
 
     def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         """The set of parameters of ``call``, and frozen parameters of the same optimizers."""
         optimizers = self._loop.optimizers
-        leaves = [leaf for leaf in reached(call.roots) if leaf.requires_grad]
+        leaves = [leaf for leaf in self.leaves(call) if leaf.requires_grad]
         if "inputs" in call.options:
             return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not optimizers.of_batch(leaf)], ()
         owners = optimizers.owners()
@@ -135,20 +144,22 @@ class Sites:
     def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
         """The averager of a set that is met for the first time, once all ranks are there with the same set and weights."""
         loop, group = self._loop, self._loop.group
+        own = [p for p in parameters if self.elsewhere(p) is None]
         shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
         self._met += 1  # sets of the same shapes, such as two critics, have different numbers
         number = crc32(repr((self._met, shapes)).encode())
         agree(group, "agreement on the parameters of a backward", number, lambda: shapes, _different_sets)
         sparse = sparsely_used(call.tensors)
-        facts = [reenters(call.tensors), *(id(p) in sparse for p in parameters)]
-        re_enters, *is_sparse = made_equal(group, parameters, facts)
+        facts = [reenters(call.tensors), *(id(p) in sparse for p in own)]
+        re_enters, *is_sparse = made_equal(group, own, facts)
         options = loop.options()
         averager = GradientAverager(
             group,
             number,
-            parameters,
-            frozenset(id(p) for p, flag in zip(parameters, is_sparse, strict=True) if flag),
+            own,
+            frozenset(id(p) for p, flag in zip(own, is_sparse, strict=True) if flag),
             loop.same_step.averages,
+            {id(p): is_reached for p in parameters if (is_reached := self.elsewhere(p)) is not None},
             compressing(options),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -165,7 +176,7 @@ class Sites:
         known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
         for optimizer in self._loop.optimizers.all():
             for p in parameters_of(optimizer):
-                if p.requires_grad and p.is_leaf and id(p) not in known:
+                if p.requires_grad and p.is_leaf and id(p) not in known and self.elsewhere(p) is None:
                     self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
 
     def _arrived(self, parameter: torch.Tensor) -> None:
@@ -185,9 +196,7 @@ class Sites:
         group, arrived = self._loop.group, {id(p) for p in self.arrived}
         self.arrived.clear()
         owners = self._loop.optimizers.owners()
-        outside = [
-            p for each in self._loop.optimizers.all() for p in parameters_of(each) if p.requires_grad and id(p) not in site.averager.ids
-        ]
+        outside = [p for each in self._loop.optimizers.all() for p in parameters_of(each) if p.requires_grad and not self._has(site, p)]
         bits = torch.tensor([id(p) in arrived for p in outside], dtype=torch.int64)
         with group.control_message("a set of parameters that grows"):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
@@ -196,10 +205,13 @@ class Sites:
             if not new:  # on a GPU the other ranks say so a backward later
                 return
             average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device))
-        parameters = [*site.averager.parameters, *new]
-        site.averager, _ = self._agreed(parameters, call)
+        site.parameters = [*site.parameters, *new]
+        site.averager, _ = self._agreed(site.parameters, call)
         self._drop_unused()
         self._watch()
+
+    def _has(self, site: Site, p: torch.Tensor) -> bool:
+        return site.averager is not None and (id(p) in site.averager.ids or self.elsewhere(p) is not None)
 
     def moved(self) -> None:
         """Find all sets anew: DDP's hooks are on the tensors that parameters had before a cast or move."""

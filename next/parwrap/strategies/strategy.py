@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from parwrap.checks.same_step import SameStep
+from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.divisors import Divisors
 from parwrap.loop.losses import Losses
@@ -21,9 +23,10 @@ from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
+from parwrap.places import script_place
 from parwrap.ranks.group import Group
 
-__all__ = ["Loop", "Strategy"]
+__all__ = ["Loop", "Strategy", "refuse_one_vector"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class Loop:
     divisors: Divisors
     same_step: SameStep
     say: Callable[[str], None]
+
+
+def refuse_one_vector(optimizer: Optimizer, strategy: str) -> None:
+    """Refuse an optimizer that has no state of a single parameter.
+
+    Raises:
+        UsageError: ``optimizer`` is an LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            f"{script_place()} uses an LBFGS, which steps all parameters as one vector, so its state cannot be sharded: choose a strategy "
+            f"other than {strategy!r}, or another optimizer."
+        )
 
 
 class Strategy(Interceptor):

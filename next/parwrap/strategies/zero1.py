@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward
@@ -25,7 +25,7 @@ from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
-from parwrap.strategies.strategy import Loop
+from parwrap.strategies.strategy import Loop, refuse_one_vector
 from parwrap.torch_private.optimizer import step_hooks, stepping
 
 __all__ = ["Zero1", "dealt_out"]
@@ -74,7 +74,7 @@ class Zero1(DDP):
 
     def built(self, optimizer: Optimizer) -> None:
         if not self._is_whole(optimizer):
-            _refuse_one_vector(optimizer)
+            refuse_one_vector(optimizer, "zero1")
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps as on one process."""
@@ -82,7 +82,7 @@ class Zero1(DDP):
 
     def _shards_of(self, optimizer: Optimizer) -> _Shards:
         if optimizer not in self._shards:
-            _refuse_one_vector(optimizer)
+            refuse_one_vector(optimizer, "zero1")
             self._shards[optimizer] = _Shards(optimizer, self._loop.group)
             self._sharded.append(weakref.ref(optimizer))
         self._shards[optimizer].deal()
@@ -182,14 +182,6 @@ class Zero1(DDP):
         for optimizer in list(self._shards):
             _unhook(optimizer)
         super().close()
-
-
-def _refuse_one_vector(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise UsageError(
-            f"{script_place()} uses an LBFGS, which steps all parameters as one vector, so its state cannot be sharded: choose a strategy "
-            "other than 'zero1', or another optimizer."
-        )
 
 
 def _unhook(optimizer: Optimizer) -> None:

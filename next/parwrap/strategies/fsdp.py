@@ -1,0 +1,321 @@
+"""Fully sharded data parallelism: each rank holds a part of the parameters, of their gradients and of the optimizer's state.
+
+A model is sharded by torch's ``fully_shard`` when the script calls it for the first time and an optimizer has its parameters. Torch then
+gathers and reduces; what it leaves whole, and the numbers of every backward, are averaged as in DDP. (Zhao et al., 2023,
+https://arxiv.org/abs/2304.11277.) ``fsdp_model.py`` shards one model, ``fsdp_tensors.py`` is what a script does with parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.intercept.torch_calls import Backward, Clip
+from parwrap.loop.optimizers import parameters_of
+from parwrap.places import script_place
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import is_alone
+from parwrap.ranks.structures import mapped
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.ddp_sites import Sites, made_equal
+from parwrap.strategies.fsdp_model import ShardedModel
+from parwrap.strategies.fsdp_tensors import ShardedTensors, clip_by_norm, is_sharded, refuse_alone, refuse_hook
+from parwrap.strategies.fsdp_units import can_be_sharded, units, unsharded
+from parwrap.strategies.strategy import Loop, refuse_one_vector
+from parwrap.torch_private.autograd import in_backward, tensor_hooks
+from parwrap.torch_private.fsdp import forget_process_groups
+
+__all__ = ["FSDP"]
+
+FREED = "storage of size 0"
+"""What torch says where a backward needs weights that are not gathered."""
+
+
+class FSDP(DDP):
+    """DDP in which torch gathers and reduces the parameters of the models."""
+
+    _sites: _Sites
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self._models: list[weakref.ref[ShardedModel]] = []  # in the order in which all ranks have met them
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all modules of these models
+        self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which all ranks have met them
+        self._tensors = ShardedTensors(loop.group)
+        self._weights.leaves_out = self._is_part
+        self._mesh: DeviceMesh | None = None
+        self._in_forward = False
+
+    def _new_sites(self, new_set: Callable[[], None]) -> _Sites:
+        return _Sites(self._loop, new_set, self._alive)
+
+    # forwards
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
+        """Shard ``module``, if it is one that the script calls and not sharded yet."""
+        if self._in_forward or self._thread is not None or in_backward():  # in backwards, checkpoints recompute
+            return original(*args, **kwargs)
+        if is_alone():
+            if module in self._inner:
+                refuse_alone(f"the forward of a {type(module).__name__}")
+            return original(*args, **kwargs)
+        self._shard(module)
+        self._in_forward = True
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            self._in_forward = False
+            if self._models:
+                self._loop.same_step.positions.run()
+
+    def _shard(self, module: nn.Module) -> None:
+        """Shard the parameters of ``module``, on all ranks together, if optimizers have some that can be and are not."""
+        optimizers = self._loop.optimizers
+        if self._seen.get(module) == optimizers.generation:
+            return
+        self._seen[module] = optimizers.generation
+        owners, device, parameters = optimizers.owners(), self._loop.group.device, dict(module.named_parameters())
+        if module in self._inner or isinstance(module, torch.jit.ScriptModule) or any(map(is_lazy, parameters.values())):
+            return
+        if not any(id(p) in owners and can_be_sharded(p, device) for p in parameters.values()):
+            return
+        infers = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False):
+            self._make_alike(module, {name: p for name, p in parameters.items() if not is_sharded(p)})
+            self._sites.unwatch()
+            self._sites.moved()
+            inside = [unit for unit in units(module, self._loop.options().wrap) if unit not in self._inner]
+            whole = unsharded(module, inside, device)
+            model = ShardedModel(module, inside, whole, self._mesh_of(device), self._loop.same_step.sends, self._tensors.whole)
+            self._models.append(weakref.ref(model))  # the hooks on its modules hold it
+            self._inner.update(module.modules())
+            self._sites.in_shards = {
+                id(p): partial(each.is_reached, id(p), param) for each in self._alive() for p, param in each.parameters
+            }
+            if infers:
+                model.gather_once()
+            for optimizer in optimizers.all():
+                self._tensors.shard_state(optimizer)
+
+    def _make_alike(self, module: nn.Module, named: dict[str, nn.Parameter]) -> None:
+        """Check that all ranks are about to shard the same parameters, and make their values equal."""
+        kind = type(module).__name__
+        for name, p in named.items():
+            if tensor_hooks(p):
+                refuse_hook(f"on {name} of a {kind}")
+        place, mine = script_place(), [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
+
+        def error(all_ranks: list[Any]) -> Exception:
+            rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+            pairs = zip([*all_ranks[0], "nothing"], [*theirs, "nothing"], strict=False)
+            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            return RankMismatchError(
+                f"the ranks shard different parameters of a {kind} at {place}: {first} on rank 0 and {other} on rank {rank}. Build the "
+                "same model and optimizer on every rank, outside of training passes or inside `with parwrap.same_draws():`."
+            )
+
+        agree(self._loop.group, "sharding a model", crc32(repr(mine).encode()), lambda: mine, error)
+        made_equal(self._loop.group, list(named.values()), at="forward")
+
+    def _mesh_of(self, device: torch.device) -> DeviceMesh:
+        if self._mesh is None:
+            if device.type == "cuda":  # else the mesh takes the GPU number LOCAL_RANK, but this rank sees only one
+                torch.cuda.set_device(device)
+            self._mesh = init_device_mesh(device.type, (self._loop.group.world.size,))
+        return self._mesh
+
+    def _alive(self) -> list[ShardedModel]:
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def _is_part(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` is in shards, or what torch gathers of one that is."""
+        return is_sharded(p) or any(p is leaf for model in self._alive() for _, leaf in model.leaves())
+
+    def _reset(self) -> None:
+        for model in self._alive():
+            model.reset()
+
+    # backwards
+
+    def _run(self, call: Backward) -> None:
+        if "inputs" in call.options:
+            leaf_of = {id(p): leaf for model in self._alive() for p, leaf in model.leaves()}
+            call.options["inputs"] = tuple(leaf_of.get(id(each), each) for each in call.options["inputs"])
+        try:
+            super()._run(call)
+        except BaseException as error:
+            self._reset()
+            if isinstance(error, RuntimeError) and FREED in str(error):
+                _refuse_hidden(error)
+            raise
+        if any(model.left_over() for model in self._alive()):
+            _refuse_hidden(None)
+        if not self._local:
+            self._drop_zeros()
+
+    def _drop_zeros(self) -> None:
+        """Leave ``None`` in parameters that no rank has reached, where torch has reduced zeros with their unit."""
+        for model in self._alive():
+            if model.zeros:
+                reached = self._sites.reached_elsewhere() | self._tensors.read
+                for p in model.zeros:
+                    if id(p) not in reached:
+                        p.grad = None
+                model.zeros.clear()
+            model.reached.clear()
+        self._tensors.read.clear()
+
+    def average(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().average([p for p in parameters if not is_sharded(p)])
+
+    def clip(self, clip: Clip) -> Any:
+        """Clip by the norm over all ranks, and return it as a plain tensor."""
+        if clip.name != "clip_grad_norm_" or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
+            return clip.run()
+        return clip_by_norm(clip, self._loop.group, *clip.args, **clip.kwargs)
+
+    # steps
+
+    def built(self, optimizer: Optimizer) -> None:
+        if not is_alone() and not self._loop.optimizers.is_of_batch(optimizer):
+            refuse_one_vector(optimizer, "fsdp")
+
+    def step(self, optimizer: Optimizer) -> None:
+        super().step(optimizer)
+        self._meet(optimizer)
+        self._tensors.begin_step()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        self._tensors.end_step()
+        super().stepped(optimizer)
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def in_the_script() -> Any:
+            with self._tensors.outside_of_step():
+                return closure()
+
+        return in_the_script
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        if all(ref() is not optimizer for ref in self._optimizers) and not self._loop.optimizers.is_of_batch(optimizer):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    # what a script sees
+
+    def use_sharded(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return self._tensors.call(func, args, kwargs)
+
+    def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state of one process, on every rank."""
+        return self._tensors.whole_state(original())
+
+    def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
+        """Load this rank's part of the state of one process."""
+        original(state)
+        self._meet(optimizer)
+        self._tensors.shard_state(optimizer)
+
+    def saved(self, thing: Any) -> Any:
+        """``thing`` with whole tensors and plain modules: only rank 0 writes it."""
+        memo: dict[int, Any] = {}
+
+        def plain(leaf: Any) -> Any:
+            held = leaf.parameters() if isinstance(leaf, nn.Module) else parameters_of(leaf) if isinstance(leaf, Optimizer) else [leaf]
+            return copy.deepcopy(leaf, memo) if any(map(is_sharded, held)) else leaf
+
+        return mapped(thing, plain)
+
+    def moves(self, module: nn.Module) -> None:
+        """Parameters are whole while they are cast or moved; the next forward shards them again."""
+        if any(map(is_sharded, module.parameters())):
+            self.make_whole()
+
+    # the end
+
+    def make_whole(self) -> None:
+        """Give every rank the whole of the models and optimizers that all ranks still hold."""
+        group = self._loop.group
+        models, optimizers = [ref() for ref in self._models], [ref() for ref in self._optimizers]
+        held = torch.tensor([each is not None for each in (*models, *optimizers)], dtype=torch.int64)
+        agree(group, "making models whole", len(held), lambda: None, lambda all_ranks: None)
+        with group.control_message("making models whole"):
+            dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
+        everywhere = held.bool().tolist()
+        for optimizer, is_held in zip(optimizers, everywhere[len(models) :], strict=True):
+            if optimizer is not None and is_held:
+                for p, state in optimizer.state.items():
+                    optimizer.state[p] = self._tensors.whole_state(state)
+        for model, is_held in zip(models, everywhere, strict=False):
+            if model is not None:
+                model.put_back(for_good=is_held)
+        self._forget()
+
+    def close(self) -> None:
+        """Remove the hooks from the modules; after an error their parameters stay this rank's parts."""
+        for model in self._alive():
+            model.put_back(for_good=False)
+        self._forget()
+        super().close()
+        if self._mesh is not None:  # torch's caches keep it forever, and other ranks would wait for a referenced process group
+            forget_process_groups(self._mesh)
+
+    def _forget(self) -> None:
+        self._models.clear()
+        self._inner.clear()
+        self._seen.clear()
+        self._sites.in_shards.clear()
+        self._sites.moved()
+
+
+class _Sites(Sites):
+    """Sites whose sets have parameters in shards, of which torch averages the gradients.
+
+    Args:
+        loop: what the loop has done so far.
+        new_set: called when a set is averaged for the first time.
+        models: a function that returns the sharded models.
+
+    Attributes:
+        in_shards: for the id of each parameter in shards, whether backwards have reached it.
+    """
+
+    def __init__(self, loop: Loop, new_set: Callable[[], None], models: Callable[[], list[ShardedModel]]) -> None:
+        super().__init__(loop, new_set)
+        self._models = models
+        self.in_shards: dict[int, Callable[[], bool]] = {}
+
+    def leaves(self, call: Backward) -> list[torch.Tensor]:
+        parameter_of = {id(leaf): p for model in self._models() for p, leaf in (*model.leaves(), *model.shards())}
+        return [parameter_of.get(id(leaf), leaf) for leaf in super().leaves(call)]
+
+    def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
+        return self.in_shards.get(id(parameter))
+
+    def reached_elsewhere(self) -> set[int]:
+        """The ids of the parameters in shards that the last backward has reached on any rank."""
+        return set() if self._running is None else self._running.reached_others()
+
+
+def _refuse_hidden(error: BaseException | None) -> NoReturn:
+    raise UsageError(
+        f"the backward at {script_place()} reaches a part of a sharded model without going through its outputs: through a loss that "
+        "forward keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With "
+        "strategy='fsdp', weights are there only while a backward goes through outputs: return that loss from forward, or use "
+        "strategy='ddp'."
+    ) from error

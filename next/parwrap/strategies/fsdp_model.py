@@ -1,0 +1,260 @@
+"""One model whose parameters torch's ``fully_shard`` shards in place, and how it becomes a plain model again.
+
+Modules keep the user's classes, and the script's parameters stand for those in shards. Hooks and states that torch adds are recorded, so
+that they can be removed, for a copy or for good. ``fsdp_units.py`` chooses the units, and ``fsdp.py`` decides what runs when.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from parwrap.errors import UsageError
+from parwrap.places import script_place
+from parwrap.strategies.fsdp_tensors import Sharded
+from parwrap.torch_private.autograd import in_backward, view_base
+from parwrap.torch_private.fsdp import (
+    collect_grad_tensors,
+    forget_state,
+    initialize,
+    module_info,
+    param_groups,
+    pre_backward,
+    register_as,
+    release_groups,
+    replace_on_modules,
+    reset_iteration,
+    set_pre_backward_registration,
+    unsharded_parameter,
+)
+from parwrap.torch_private.modules import registered_parameters
+
+__all__ = ["ShardedModel"]
+
+
+class ShardedModel:
+    """A root module with its units.
+
+    Args:
+        root: the module.
+        units: the modules inside it that are gathered separately, inner ones first.
+        whole: parameters that stay whole.
+        mesh: the ranks.
+        sends: called with what it is before a unit of this model sends anything.
+        gather: gathers a tensor on all ranks.
+
+    Attributes:
+        root: a function that returns the module while it is alive.
+        parameters: the script's parameters, each with torch's state of it.
+        reached: the ids of parameters that backwards have reached since this was cleared.
+        zeros: parameters that got a gradient of zeros because others of their unit have one, and had none before.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[nn.Module],
+        whole: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        sends: Callable[[str], None],
+        gather: Callable[[DTensor], torch.Tensor],
+    ) -> None:
+        self.root, self._sends, self._gather = weakref.ref(root), sends, gather
+        self.reached: set[int] = set()
+        self.zeros: list[nn.Parameter] = []
+        plain = {(id(module), name): p for module in root.modules() for name, p in registered_parameters(module).items()}
+        names = {module: name for name, module in root.named_modules()}
+        before = {module: _attachments(module) for module in root.modules()}
+        for unit in (*units, root):
+            kind = type(unit)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=set(whole))
+            unit.__class__ = kind
+        self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
+        initialize(self._states[-1])  # makes this the root, whichever of its units is called first
+        for state in self._states:
+            forget_state(state)
+        for unit, state in zip((*units, root), self._states, strict=True):
+            self._watch(unit, f"{type(unit).__name__} {names[unit]}".rstrip(), state)
+        for module in root.modules():
+            module.register_state_dict_post_hook(functools.partial(self._save_whole))  # torch sets an attribute on it
+            for name, copied in (("__deepcopy__", self._copied), ("__reduce_ex__", self._reduced)):  # copy and pickle ask for these
+                module.__dict__.setdefault(name, functools.partial(copied, module))
+        self._added = [(module, _added(before[module], _attachments(module))) for module in root.modules()]
+        self.parameters: list[tuple[nn.Parameter, Any]] = []
+        for state in self._states:
+            for group in param_groups(state):
+                for param in group.fsdp_params:
+                    info = module_info(param)
+                    p = plain[id(info.module), info.param_name]
+                    Sharded.replace(p, param.sharded_param)
+                    register_as(param, p)
+                    self.parameters.append((p, param))
+
+    def gather_once(self) -> None:
+        """Gather all units now: torch keeps the tensors that it makes then, and training cannot use those of inference mode."""
+        for state in self._states:
+            for group in param_groups(state):
+                group.unshard()
+                group.wait_for_unshard()
+                group.reshard()
+
+    def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each of the script's parameters, with the leaf of autograd graphs that it stands for, once that exists."""
+        return ((p, leaf) for p, param in self.parameters if (leaf := unsharded_parameter(param)) is not None)
+
+    def shards(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
+        """Each of the script's parameters, with the ``DTensor`` that it stands for, which graphs reach outside of forwards."""
+        return ((p, param.sharded_param) for p, param in self.parameters)
+
+    def is_reached(self, number: int, param: Any) -> bool:
+        """Whether backwards have reached the parameter with the id ``number`` since ``reached`` was cleared."""
+        leaf = unsharded_parameter(param)
+        return number in self.reached or (leaf is not None and leaf.grad is not None)
+
+    def reset(self) -> None:
+        """Reset torch's states after a forward or backward that failed halfway."""
+        reset_iteration(self._states[-1])
+        for _, leaf in self.leaves():
+            leaf.grad = None
+
+    def left_over(self) -> bool:
+        """Whether a backward has left gradients that were not reduced."""
+        return any(leaf.grad is not None for _, leaf in self.leaves())
+
+    def put_back(self, for_good: bool) -> None:
+        """Remove the sharding from the modules; all ranks gather the values if it is ``for_good``, else parameters stay in shards."""
+        self._take_off()
+        for p, param in self.parameters if for_good else ():
+            Sharded.put_back(p, self._gather)
+            replace_on_modules(param, p)
+        for state in self._states:
+            release_groups(state)
+        for held in (self._states, self.parameters, self._added):
+            held.clear()
+
+    # copies and states
+
+    def _copied(self, module: nn.Module, memo: dict) -> nn.Module:
+        """A plain copy of a sharded module, whole on every rank."""
+        with self._hidden():
+            return copy.deepcopy(module, memo)
+
+    def _reduced(self, module: nn.Module, protocol: Any) -> Any:
+        return copy.deepcopy(module).__reduce_ex__(protocol)
+
+    def _save_whole(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, p in registered_parameters(module).items():
+            if type(p) is Sharded and isinstance(value := state.get(prefix + name), DTensor):
+                state[prefix + name] = self._gather(value)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Remove torch's hooks and states from the modules inside the block, so that they can be copied as plain modules."""
+        attributes = [(module, dict(module.__dict__)) for module, _ in self._added]
+        orders = [(kept, list(kept.items())) for module, added in self._added for kept in _places(module, added)]
+        self._take_off()
+        try:
+            yield
+        finally:
+            for module, all_of_them in attributes:
+                module.__dict__.update(all_of_them)
+            for kept, items in orders:  # hooks run in their order in the dict
+                kept.clear()
+                kept.update(items)
+
+    def _take_off(self) -> None:
+        for module, added in self._added:
+            for attribute, keys in added.items():
+                if keys is None:
+                    module.__dict__.pop(attribute, None)
+                else:
+                    for key in keys:
+                        module.__dict__[attribute].pop(key, None)
+
+    # passes
+
+    def _watch(self, unit: nn.Module, name: str, state: Any) -> None:
+        unit.register_forward_pre_hook(functools.partial(self._before, name, state), prepend=True)
+        set_pre_backward_registration(state, functools.partial(_gather_before_backward, state))
+        for group in param_groups(state):
+            group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
+
+    def _before(self, name: str, state: Any, module: nn.Module, args: Any) -> None:
+        if in_backward():  # a checkpoint recomputes it
+            return
+        for group in param_groups(state):
+            for param in group.fsdp_params if group.is_sharded else ():
+                info = module_info(param)
+                if type(getattr(info.module, info.param_name, None)) is not Sharded:
+                    _refuse_exchanged(info)
+        if param_groups(state):
+            self._sends(f"the forward of {name}")
+
+    def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
+        """Reduce the gradients of a unit. A rank that has reached other parameters of it than another sends zeros for those."""
+        leaves = {id(leaf): p for p, leaf in self.leaves()}
+        own = [leaf for param in group.fsdp_params if (leaf := unsharded_parameter(param)) is not None and leaf.requires_grad]
+        if any(leaf.grad is not None for leaf in own):
+            self._sends(f"the gradients of {name}")
+            for leaf in own:
+                p = leaves[id(leaf)]
+                if leaf.grad is not None:
+                    self.reached.add(id(p))
+                else:
+                    leaf.grad = torch.zeros_like(leaf)
+                    if p.grad is None:
+                        self.zeros.append(p)
+        post_backward(*unused)
+
+
+def _gather_before_backward(state: Any, outputs: Any) -> Any:
+    """Make a backward gather the weights of a unit when it reaches the unit's ``outputs``.
+
+    Torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
+    """
+    for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
+        base = view_base(tensor)
+        if base is None or base.grad_fn is None:
+            tensor.register_hook(pre_backward(state))
+        else:
+            base.grad_fn.register_prehook(lambda grads: pre_backward(state)(None))
+    return outputs
+
+
+def _refuse_exchanged(info: Any) -> None:
+    raise UsageError(
+        f"the parameter {info.param_name!r} of a {type(info.module).__name__} was replaced before its forward at {script_place()}, but "
+        "strategy='fsdp' has sharded the original one. Replace parameters before the first forward, or copy values: p.data.copy_(values), "
+        "or load_state_dict without assign=True. torch.func.functional_call replaces them too: compute gradients with backward() instead."
+    )
+
+
+def _attachments(module: nn.Module) -> dict[str, set[Any] | None]:
+    """A module's attributes, and the keys in those that are dicts."""
+    return {name: set(value) if isinstance(value, dict) else None for name, value in module.__dict__.items()}
+
+
+def _added(before: dict[str, set[Any] | None], after: dict[str, set[Any] | None]) -> dict[str, set[Any] | None]:
+    """The attributes that are new (``None``), and the new keys in those that are not."""
+    added: dict[str, set[Any] | None] = {}
+    for name, keys in after.items():
+        if name not in before:
+            added[name] = None
+        elif keys is not None and keys - (before[name] or set()):
+            added[name] = keys - (before[name] or set())
+    return added
+
+
+def _places(module: nn.Module, added: dict[str, set[Any] | None]) -> list[dict]:
+    """The dicts of a module that have new entries."""
+    return [module.__dict__[name] for name, keys in added.items() if keys is not None]
