@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parwrap.data.loaders import replicate, shard
     from parwrap.data.padding import pad_collate
     from parwrap.decorators import amp as _amp
+    from parwrap.decorators import data_parallel as _data_parallel
     from parwrap.decorators import evaluate as _evaluate
     from parwrap.decorators import rank_zero as _rank_zero
     from parwrap.decorators import signatures
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     accumulate: signatures.Accumulate
     distributed = signatures.decorator(_Options.__init__)
     amp = signatures.decorator(_amp.amp.__init__)
+    data_parallel = signatures.decorator(_data_parallel.data_parallel.__init__)
     evaluate = signatures.decorator(_evaluate.evaluate.__init__)
     every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
     rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
@@ -46,6 +48,7 @@ _HOMES = {
     "parwrap.decorators.amp": ("amp", "amp_state"),
     "parwrap.data.padding": ("pad_collate",),
     "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
+    "parwrap.decorators.data_parallel": ("data_parallel",),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.evaluate": ("evaluate",),
     "parwrap.decorators.launch": ("launch",),
@@ -77,6 +80,7 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast",
+    "data_parallel",
     "distributed",
     "evaluate",
     "every_rank_writes",

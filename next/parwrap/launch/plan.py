@@ -126,7 +126,10 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     outer = _fill_in(arguments, environ, gpus)
     nodes = _node_counts(arguments)
     alone_by_default = not (arguments.nproc_per_node or outer)
-    ranks = _ranks(arguments.nproc_per_node or str(1 if outer else gpus or 1), gpus, cores)
+    one_process = hasattr(arguments, "data_parallel")
+    ranks = _ranks(arguments.nproc_per_node or str(1 if outer or one_process else gpus or 1), gpus, cores)
+    if one_process:
+        _refuse_several(ranks, nodes, options)
     if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
         raise LaunchError(
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
@@ -280,6 +283,20 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
         known = ", ".join(f"{name} ({count} here)" for name, count in here.items())
         raise UsageError(f"--nproc-per-node {asked} is not a positive number of ranks, nor {known}.")
     return int(asked)
+
+
+def _refuse_several(ranks: int, nodes: tuple[int, int], options: dict[str, Any]) -> None:
+    """Raise if several ranks are asked for where one process runs on several devices."""
+    if ranks > 1 or nodes != (1, 1):
+        raise UsageError(
+            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks: remove one of "
+            "them. Ranks are faster."
+        )
+    if "strategy" in options:
+        raise UsageError(
+            "--data-parallel runs one process, and --strategy says how several ranks train together: remove one of them. With several "
+            "ranks, --nproc-per-node says how many."
+        )
 
 
 def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, Given]) -> Script:

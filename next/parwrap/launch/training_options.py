@@ -27,6 +27,10 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
+def _devices(text: str) -> str | list[int | str]:
+    return text if text == "all" else [int(each) if each.isdecimal() else each for each in text.split(",")]
+
+
 def _modules(text: str) -> int | tuple[str, ...]:
     """
     >>> _modules("Block, Head"), _modules("1000")
@@ -74,12 +78,17 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
 DECORATORS: dict[str, dict[str, Any]] = {
     "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
     "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
+    "data_parallel": {
+        "type": _devices,
+        "help": "One process on several GPUs, each with a part of every batch: all, or their numbers, such as 0,1.",
+    },
     "sync_bn": {"action": "store_true", "help": "Batch norms use the statistics of all ranks."},
     "uniform_length": {"action": "store_true", "help": "Batches hold samples of similar length, with as little padding as possible."},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
 
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no_gather": ("data_parallel", {"action": "store_true", "help": "With --data-parallel: keep outputs and losses on their devices."}),
     "pad_value": ("uniform_length", {"type": _number, "help": "With --uniform-length: the value that sequences are padded with."}),
     "max_tokens": ("uniform_length", {"type": _whole, "help": "With --uniform-length: the most tokens of a batch, instead of samples."}),
     "multiple_of": ("uniform_length", {"type": _whole, "help": "With --uniform-length: round lengths up to a multiple of this."}),
@@ -128,7 +137,11 @@ def decorators(arguments: argparse.Namespace) -> dict[str, Given]:
     for name in DECORATORS:
         if hasattr(arguments, name):
             value = getattr(arguments, name)
-            kwargs = {each: getattr(arguments, each) for each, (of, _) in OF_DECORATORS.items() if of == name and hasattr(arguments, each)}
+            given = [each for each, (of, _) in OF_DECORATORS.items() if of == name and hasattr(arguments, each)]
+            # --no-x is x=False
+            kwargs = {each.removeprefix("no_"): not each.startswith("no_") and getattr(arguments, each) for each in given}
+            if name == "data_parallel" and hasattr(arguments, "loss"):  # an option of the scope too
+                kwargs["loss"] = arguments.loss
             found[name] = Given(() if value is True else (value,), kwargs)
     for name, (of, _) in OF_DECORATORS.items():
         if hasattr(arguments, name) and of not in found:

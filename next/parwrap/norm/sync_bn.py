@@ -1,7 +1,7 @@
 """The interceptor of batch normalization: which calls are shared, and by which ranks.
 
 It shares calls that use the statistics of their batch: in training, and in layers without running statistics. ``exchange.py`` sends the
-ranks' numbers, ``forward_backward.py`` computes with them.
+ranks' numbers, ``forward_backward.py`` computes with them. ``replica_norm.py`` is for the replicas of ``data_parallel``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from parwrap.norm.compiled_norm import scopes, traced
 from parwrap.norm.exchange import Exchange, Statistics, statistics_of
 from parwrap.norm.forward_backward import BatchNorm
 from parwrap.norm.kernels import Running
+from parwrap.norm.replica_norm import normalized_over_replicas
 from parwrap.places import warn
 from parwrap.ranks import group as groups
 from parwrap.ranks.group import is_alone
-from parwrap.torch_private.autograd import current_transform, tracing_state
+from parwrap.strategies.replicas import Replica, current_replica
+from parwrap.torch_private.autograd import current_transform, in_backward, tracing_state
 
 __all__ = ["SyncBN"]
 
@@ -44,15 +46,22 @@ class SyncBN(Interceptor):
         self._opened_for: Any = None
         self._statistics: Statistics | None = None
         self._process = os.getpid()
-        self._warned = False
+        self._warned = self._has_replicas = False
         self._look_for_ranks()
 
     traced_norm = staticmethod(traced)
 
     def norm(self, call: Norm) -> torch.Tensor:
-        """Run the normalization ``call``. If it uses batch statistics, use those of all ranks together."""
+        """Run the normalization ``call``. If it uses batch statistics, use those of all ranks or replicas together."""
         if not call.training or call.eps <= 0:
             return call.run()
+        if (replica := current_replica()) is not None:
+            return self._over_replicas(call, replica)
+        if self._has_replicas and in_backward():
+            raise UsageError(
+                "a batch norm inside a checkpoint is recomputed in the backward, where the replicas of parwrap.data_parallel cannot wait "
+                "for each other. Remove parwrap.sync_bn, or do not checkpoint that part."
+            )
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # another tracer than the one that reads traced_norm
             return traced(*call[1:])
         if self._has_whole():
@@ -75,6 +84,15 @@ class SyncBN(Interceptor):
             return None
         self._look_for_ranks()
         return None if self._statistics is None else self._layer(self._statistics, call)
+
+    def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
+        if self._process_group is not None or self._group_size is not None:
+            raise UsageError(
+                "inside parwrap.data_parallel, parwrap.sync_bn uses the statistics of all replicas, but process_group and group_size say "
+                "which ranks share: remove them."
+            )
+        self._has_replicas = True
+        return normalized_over_replicas(call, replica)
 
     def _has_whole(self) -> bool:
         """Whether this rank has the whole batch."""

@@ -40,6 +40,10 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": Given()})),
         (
+            ["--data-parallel", "0,1", "--no-gather", "--loss", "sum", "train.py"],
+            Script("train.py", scope={"loss": "sum"}, decorators={"data_parallel": Given(([0, 1],), {"gather": False, "loss": "sum"})}),
+        ),
+        (
             ["--uniform-length", "--pad-value", "0", "train.py"],
             Script("train.py", scope={}, decorators={"uniform_length": Given((), {"pad_value": 0.0})}),
         ),
@@ -67,6 +71,7 @@ def test_what_every_rank_runs(argv, script):
         (["--nproc-per-node", "auto"], {}, 4, 4),
         (["--nproc-per-node", "auto"], {}, 0, 8),
         (["--nproc-per-node", "6", "--plain"], {}, 4, 6),
+        (["--data-parallel", "all"], {}, 4, 1),
     ],
 )
 def test_how_many_ranks(argv, environ, gpus, ranks):

@@ -83,7 +83,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (
             ["--no", "train.py"],
-            "--no is ambiguous: --no-python or --node-rank. Your script's own options go after its name.",
+            "--no is ambiguous: --no-gather, --no-python or --node-rank. Your script's own options go after its name.",
         ),
         (["--no-python", "-m", "ls"], "--no-python runs a program, and --module runs a Python module: remove one of them."),
         (
@@ -150,3 +150,29 @@ def test_other_decorators_are_checked_by_themselves():
         plan("--plain", "--amp", "bf16", "train.py")
     with pytest.raises(UsageError, match="--pad-value has no effect without --uniform-length: add it"):
         plan("--pad-value", "0", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            ["--nproc-per-node", "2"],
+            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several",
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1"],
+            "but --nproc-per-node or --nnodes asks for several ranks: remove one of them.",
+        ),
+        (["--strategy", "zero1"], "--data-parallel runs one process, and --strategy says how several ranks train together: remove one of"),
+        (["--data-parallel", "gpu"], "device_ids names 'gpu', which is not a device"),
+        (["--loss", "max"], "loss='max'"),
+    ],
+)
+def test_one_process_on_several_devices_is_no_launch_of_ranks(others, message):
+    with pytest.raises(UsageError, match=message):
+        plan("--data-parallel", "all", *others, "train.py")
+
+
+def test_an_option_of_data_parallel_needs_it():
+    with pytest.raises(UsageError, match="--no-gather has no effect without --data-parallel: add it"):
+        plan("--no-gather", "train.py")

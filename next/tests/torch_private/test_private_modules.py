@@ -29,11 +29,12 @@ def test_registered_objects_can_be_read_with_none_and_duplicates():
 
 
 def test_registered_objects_can_be_written_as_bare_tensors_too():
-    model, tensor, buffer = Model(), torch.ones(2, requires_grad=True), torch.ones(3)
+    model, tensor, buffer, child = Model(), torch.ones(2, requires_grad=True), torch.ones(3), nn.Identity()
     modules.registered_parameters(model)["weight"] = tensor
     modules.registered_buffers(model)["count"] = buffer
+    modules.registered_modules(model)["layer"] = child
 
-    assert [tensor, buffer] == [model.weight, model.count]
+    assert [tensor, buffer, child] == [model.weight, model.count, model.layer]
     assert tensor in [*model.parameters()]
 
 
@@ -86,3 +87,34 @@ def test_a_module_is_what_its_three_dictionaries_hold():
 
     assert list(first.named_modules())[1:] == list(second.named_modules())[1:]
     assert list(first.state_dict()) == list(second.state_dict())
+
+
+def test_a_recurrent_layer_has_a_list_of_its_weights_which_assignments_renew():
+    layer = nn.RNN(1, 1)
+    layer.weight_hh_l0 = weight = nn.Parameter(torch.zeros(1, 1))
+
+    assert [id(each) for each in layer.parameters()] == [id(each) for each in vars(layer)[modules.FLAT_WEIGHTS]]
+    assert any(each is weight for each in vars(layer)[modules.FLAT_WEIGHTS])
+
+
+def test_a_compiled_module_is_known():
+    layer = nn.Linear(1, 1)
+    assert modules.compiled_call(layer) is None
+    wrapped = torch.compile(layer, backend="eager")
+
+    assert modules.registered_modules(wrapped)[modules.ORIGINAL_MODULE] is layer
+    assert modules.compiled_call(layer) is None
+    layer.compile(backend="eager")
+    assert modules.compiled_call(layer) is not None
+
+
+def test_a_replica_has_dicts_of_its_own_and_a_mark():
+    model = Model()
+    replica = modules.shallow_replica(model)
+    modules.registered_buffers(replica)["count"] = modules.registered_modules(replica)["layer"] = None
+
+    assert model.count is not None
+    assert model.layer is not None
+    assert {} == modules.registered_parameters(replica)
+    assert getattr(replica, modules.IS_REPLICA)
+    assert not hasattr(model, modules.IS_REPLICA)
