@@ -108,7 +108,7 @@ def launch(job: Job) -> int:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a worker stays in its copy
     try:
         ray.init(**where, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(f"Ray at {cluster or 'this machine'} cannot be used: {error}") from None
     worker = {"CPU": cores, "GPU": job.gpus_per_node or 0}
     for kind, each in worker.items():
