@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.intercept.patch import Patch, installed
-from parwrap.launch.failures import Failure, node_name, read_failures, report, unexplained
+from parwrap.launch.failures import Failure, causes_first, node_name, read_failures, report, unexplained
 from parwrap.launch.job_launchers import count
 from parwrap.launch.jobs import Job, print_line
 from parwrap.launch.plan import Script, columns, command_parser, describe_script
@@ -224,7 +224,7 @@ def _all_but_sigint(wrapped: Callable, instance: Any, args: tuple, kwargs: dict)
 
 
 def _print_all(output: Any, failures: list[Failure], stopped: threading.Event) -> None:
-    """Print what ranks put into ``output``, until ``None`` arrives. Collect the failures since the last start in ``failures``, by time."""
+    """Print what ranks put into ``output``, until ``None`` arrives. Collect failures since the last start in ``failures``, causes first."""
     while not stopped.is_set():
         try:
             item = output.get(timeout=LOOK)
@@ -238,7 +238,7 @@ def _print_all(output: Any, failures: list[Failure], stopped: threading.Event) -
             getattr(sys, name).flush()
         elif item:
             failures.append(Failure(**item))
-            failures.sort(key=lambda failure: failure.time)
+            failures.sort(key=causes_first)
         elif failures:
             print(report(failures), file=sys.stderr)
             failures.clear()

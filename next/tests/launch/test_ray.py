@@ -185,6 +185,13 @@ def test_the_first_failure_has_the_last_word(capsys):
     assert "rank 0 of 2 later exited with code 3\nrank 1 of 2 failed:\nTraceback ...\nValueError: this\n" == capsys.readouterr().err
 
 
+def test_a_rank_that_was_killed_comes_before_one_that_lost_it(capsys):
+    lost = failed(0, 1.0, ending="raised", status=1, text="Traceback ...", exception="LockstepError: rank 1 has ended")
+
+    assert 137 == follow({}, lost, failed(1, 2.0, ending="killed", status=137), error=RuntimeError("of Ray"))
+    assert capsys.readouterr().err.splitlines()[-1] == "rank 1 of 2 was killed by SIGKILL (out of memory?)"
+
+
 def test_an_exit_code_needs_no_word(capsys):
     assert 3 == follow({}, failed(0, 1.0), error=RuntimeError("of Ray"))
     assert "" == capsys.readouterr().err
