@@ -119,7 +119,7 @@ def test_what_a_worker_tells_of_a_script(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("""
 import os, sys
-print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FORK")}, sys.argv[1:])
+print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FORK")}, sys.argv[1:], len(os.environ["PARWRAP_SECRET"]))
 raise KeyError("no such key")
 """)
     os.environ["FORK"] = "spoon"
@@ -130,7 +130,7 @@ raise KeyError("no such key")
     told = list(output.queue)
     assert {} == told[0]
     expected = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "FORK": "spoon"}
-    assert f"{expected} ['a', 'b c']\n" == b"".join(text for name, text in told[1:-1] if name == "stdout").decode()
+    assert f"{expected} ['a', 'b c'] 32\n" == b"".join(text for name, text in told[1:-1] if name == "stdout").decode()
     failure = Failure(**told[-1])
     assert ("raised", 1, 0, 1) == (failure.ending, failure.status, failure.rank, failure.size)
     assert failure.text.endswith('train.py", line 4, in <module>\n    raise KeyError("no such key")\nKeyError: \'no such key\'')
@@ -157,7 +157,7 @@ def test_a_node_without_the_directory(worker, tmp_path):
 
 
 def failed(rank: int, time: float, **facts) -> dict:
-    return {"rank": rank, "size": 2, "attempt": 0, "time": time, "ending": "exited", "status": 3, **facts}
+    return {"rank": rank, "size": 2, "attempt": 0, "time": time, "ending": "exited", "status": 3, "exception": "SystemExit: 3", **facts}
 
 
 def follow(*told, error: Exception | None = None) -> int:
@@ -188,7 +188,7 @@ def test_the_first_failure_has_the_last_word(capsys):
 def test_a_rank_that_was_killed_comes_before_one_that_lost_it(capsys):
     lost = failed(0, 1.0, ending="raised", status=1, text="Traceback ...", exception="LockstepError: rank 1 has ended")
 
-    assert 137 == follow({}, lost, failed(1, 2.0, ending="killed", status=137), error=RuntimeError("of Ray"))
+    assert 137 == follow({}, lost, failed(1, 2.0, ending="killed", status=137, exception=""), error=RuntimeError("of Ray"))
     assert capsys.readouterr().err.splitlines()[-1] == "rank 1 of 2 was killed by SIGKILL (out of memory?)"
 
 
