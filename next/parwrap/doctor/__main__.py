@@ -48,9 +48,9 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
         0 if there is no problem, 1 if there is one.
     """
     from parwrap.doctor.exam import examination, in_time
-    from parwrap.doctor.gather import gather
+    from parwrap.doctor.gather import gather, place
 
-    with examination(gather(os.environ, backend), timeout, backend) as exam:
+    with examination(gather(os.environ, backend), place(os.environ)[0], timeout, backend) as exam:
 
         def give_up() -> NoReturn:
             _leave(_report(exam, as_json))

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from parwrap.doctor.facts import Clock, Examination, Facts, Row, SelfTest
-from parwrap.doctor.gather import place
 from parwrap.doctor.measure import all_reduces, clocks
 from parwrap.errors import LaunchError, ParwrapError
 from parwrap.ranks.background import in_background
@@ -36,16 +35,17 @@ LOOK = 0.05
 
 
 @contextmanager
-def examination(facts: Facts, timeout: float, backend: str | None) -> Iterator[Exam]:
+def examination(facts: Facts, world: World, timeout: float, backend: str | None) -> Iterator[Exam]:
     """The exam of this process; started by hand, it forks the other ranks: one for each GPU if there are several, else two on the CPU.
 
     Args:
         facts: this rank's facts.
+        world: this rank's place.
         timeout: the time limit in seconds.
         backend: the backend that the user asks for.
     """
-    if facts.launch.size > 1:
-        yield Exam(facts, place(facts.launch.variables)[0], facts.backend, timeout)
+    if world.size > 1:
+        yield Exam(facts, world, facts.backend, timeout)
         return
     gpus = len(facts.gpus.seen)
     backend = backend or ("nccl" if gpus > 1 else "gloo")

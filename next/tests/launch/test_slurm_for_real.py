@@ -250,3 +250,15 @@ def test_srun_starts_the_ranks_of_a_decorated_script(start, run):
     for facts in ranks:
         assert 4 == facts["size"]
         torch.testing.assert_close(facts["weights"], alone["weights"])
+
+
+def test_the_doctor_examines_all_ranks_of_srun(run):
+    status, stdout, stderr = run("srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, "-m", "parwrap.doctor", "--json")
+    examined = json.loads(stdout)
+
+    assert int(any(finding["serious"] for finding in examined["findings"])) == status, stderr
+    assert [0, 1, 2, 3] == [facts["launch"]["rank"] for facts in examined["ranks"]]
+    assert ("launched", None, 5, 3) == (
+        *(examined["self_test"][name] for name in ("by", "failure")),
+        *(len(examined["self_test"][name]) for name in ("rows", "clocks")),
+    )
