@@ -183,11 +183,11 @@ class Facts:
     device_error: str | None = None
 
     @classmethod
-    def of_json(cls, told: dict[str, Any]) -> Facts:
+    def of_json(cls, values: dict[str, Any]) -> Facts:
         """The facts from what ``dataclasses.asdict`` has made of them."""
         parts = {"launch": Launch, "versions": Versions, "cores": Cores, "memory": Memory, "limits": Limits, "network": Network}
-        gpus = Gpus(**{**told["gpus"], "seen": [Gpu(**gpu) for gpu in told["gpus"]["seen"]]})
-        return cls(**{**told, **{name: part(**told[name]) for name, part in parts.items()}, "gpus": gpus})
+        gpus = Gpus(**{**values["gpus"], "seen": [Gpu(**gpu) for gpu in values["gpus"]["seen"]]})
+        return cls(**{**values, **{name: part(**values[name]) for name, part in parts.items()}, "gpus": gpus})
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def test_nothing_is_wrong(parts):
         ({"network": {"address": None, "addresses": ["10.9.9.9"]}}, "resolves to 10.9.9.9, which is not an address of this machine"),
     ],
 )
-def test_what_is_only_worth_knowing_is_no_error(parts, problem):
+def test_a_note_is_no_error(parts, problem):
     (finding,) = found(changed(**parts))
 
     assert problem in finding.problem
@@ -153,7 +153,7 @@ def test_what_is_only_worth_knowing_is_no_error(parts, problem):
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 number the nodes of a job", "start the ranks of this node with"),
     ],
 )
-def test_launch_variables_that_are_half_set_are_told_with_the_words_of_the_error(variables, problem, remedy):
+def test_half_set_launch_variables_are_a_problem_with_the_text_of_the_error(variables, problem, remedy):
     with pytest.raises(LaunchError) as raised:
         detect(variables)
     (finding,) = found(changed(launch={"error": str(raised.value), "variables": variables}))
@@ -247,7 +247,7 @@ def test_clocks():
         ({"by": "forked", "rows": []}, "what the ranks printed above"),
     ],
 )
-def test_a_failure_is_told_with_where_ranks_are(changes, remedy):
+def test_a_failure_says_where_the_ranks_are(changes, remedy):
     test = replace(TESTED, **{"by": "launched", "failure": "not finished after 60 s", **changes})
     (finding,) = found(*launched("node7", "node8"), test=test)
 

@@ -133,7 +133,7 @@ def test_a_machine_without_ipv4_a_resolver_or_a_list_of_interfaces_is_no_excepti
     assert "127.0.0.1" not in str(find_network({}).interfaces)
 
 
-def test_the_packages_of_all_extras_are_told_of():
+def test_the_versions_of_optional_packages():
     extras = gather({}).versions.extras
 
     assert ["torchdata", "torchmetrics", "pytest", "PyYAML", "ray"] == list(extras)
@@ -184,7 +184,7 @@ def test_why_torch_has_no_gpu_is_asked_in_another_process(monkeypatch):
     assert not torch.cuda.is_initialized()
 
 
-def test_a_driver_that_hangs_or_kills_is_told(monkeypatch):
+def test_a_driver_that_hangs_or_kills_is_reported(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(gathering, "DRIVER_TIMEOUT", 0.2)
     monkeypatch.setattr(gathering, "_answer", lambda answer: __import__("time").sleep(60))

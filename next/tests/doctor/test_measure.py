@@ -13,13 +13,13 @@ from parwrap.ranks.store import SignedStore
 
 @pytest.mark.ranks(2)
 def test_all_reduces_are_right_and_alike_on_all_ranks():
-    told = []
-    rows = list(all_reduces(dist.get_rank(), 2, torch.device("cpu"), told.append))
+    printed = []
+    rows = list(all_reduces(dist.get_rank(), 2, torch.device("cpu"), printed.append))
     everywhere = [None, None]
     dist.all_gather_object(everywhere, rows)
 
     assert list(SIZES) == [1024, 16 * 1024, 256 * 1024, 4 * 2**20, 64 * 2**20] == [row.bytes for row in rows]
-    assert ["all-reduce of 1 KB", "all-reduce of 64 MB"] == [told[0], told[-1]]
+    assert ["all-reduce of 1 KB", "all-reduce of 64 MB"] == [printed[0], printed[-1]]
     assert everywhere[0] == everywhere[1]
     assert all(row.right and row.seconds > 0 for row in rows)
     for row in rows:

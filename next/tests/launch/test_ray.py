@@ -56,9 +56,9 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
     monkeypatch.setenv("RAY_ADDRESS", "node1:6379")
 
     assert 0 == launched("--upload", "--plain", "--dry-run")
-    told = capsys.readouterr().out
-    assert "inside     none: only launched\n" in told
-    assert f"cluster    node1:6379\ndirectory  {tmp_path}, copied to the workers\n" in told
+    printed = capsys.readouterr().out
+    assert "inside     none: only launched\n" in printed
+    assert f"cluster    node1:6379\ndirectory  {tmp_path}, copied to the workers\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_without_ray(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
 
     assert 2 == launched()
-    told = capsys.readouterr().err
-    assert told.startswith("parwrap.run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
-    assert told.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith("parwrap.run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
+    assert printed.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
 
 
 def test_an_address_of_ipv6_is_knocked_at():
@@ -115,7 +115,7 @@ def worker(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_what_a_worker_tells_of_a_script(worker, tmp_path):
+def test_what_a_worker_reports_of_a_script(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("""
 import os, sys
@@ -127,17 +127,17 @@ raise KeyError("no such key")
         be_a_rank(Script("train.py", ("a", "b c")), str(tmp_path), output)
     del os.environ["FORK"]
 
-    told = list(output.queue)
-    assert {} == told[0]
+    printed = list(output.queue)
+    assert {} == printed[0]
     expected = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "FORK": "spoon"}
-    assert f"{expected} ['a', 'b c'] 32\n" == b"".join(text for name, text in told[1:-1] if name == "stdout").decode()
-    failure = Failure(**told[-1])
+    assert f"{expected} ['a', 'b c'] 32\n" == b"".join(text for name, text in printed[1:-1] if name == "stdout").decode()
+    failure = Failure(**printed[-1])
     assert ("raised", 1, 0, 1) == (failure.ending, failure.status, failure.rank, failure.size)
     assert failure.text.endswith('train.py", line 4, in <module>\n    raise KeyError("no such key")\nKeyError: \'no such key\'')
     assert ["train.py"] == os.listdir()
 
 
-def test_what_a_worker_tells_of_a_script_that_is_killed(worker, tmp_path):
+def test_what_a_worker_reports_of_a_script_that_is_killed(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
@@ -151,19 +151,19 @@ def test_a_node_without_the_directory(worker, tmp_path):
     with pytest.raises(RuntimeError):
         be_a_rank(Script("train.py"), str(tmp_path / "none"), output)
 
-    told = list(output.queue)[-1]
-    assert 2 == told["status"]
-    assert f" has no directory {tmp_path / 'none'}: put it on a file system that all nodes share, or add --upload." in told["text"]
+    printed = list(output.queue)[-1]
+    assert 2 == printed["status"]
+    assert f" has no directory {tmp_path / 'none'}: put it on a file system that all nodes share, or add --upload." in printed["text"]
 
 
 def failed(rank: int, time: float, **facts) -> dict:
     return {"rank": rank, "size": 2, "attempt": 0, "time": time, "ending": "exited", "status": 3, "exception": "SystemExit: 3", **facts}
 
 
-def follow(*told, error: Exception | None = None) -> int:
+def follow(*printed, error: Exception | None = None) -> int:
     """The exit code when workers tell this, and then Ray ends the job."""
     output = queue.Queue()
-    for each in told:
+    for each in printed:
         output.put(each)
 
     def fit():
@@ -218,6 +218,6 @@ def test_after_ctrl_c_no_call_of_ray_is_under_way(monkeypatch):
     assert threads == threading.active_count()
 
 
-def test_the_word_of_ray_where_no_rank_has_one(capsys):
+def test_a_failure_of_ray_itself(capsys):
     assert 1 == follow({}, error=RuntimeError("a worker was lost"))
     assert "parwrap.run: Ray ended the job: a worker was lost\n" == capsys.readouterr().err

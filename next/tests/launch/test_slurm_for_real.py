@@ -168,9 +168,9 @@ def test_ctrl_c_cancels_the_job_and_a_script_can_save_before_it_ends(waiting, st
 
     assert 130 == process.returncode
     assert "parwrap.run: cancelled job N" == messages_in(stderr)[-1]
-    told_of = ended(run, number)
-    assert "JobState=CANCELLED" in told_of
-    assert f"JobId={number} JobName=wait\n" in told_of
+    shown = ended(run, number)
+    assert "JobState=CANCELLED" in shown
+    assert f"JobId={number} JobName=wait\n" in shown
     assert (start.directory / "saved").exists()
 
 
@@ -231,10 +231,10 @@ def test_a_batch_script_of_ones_own_starts_parwrap_run_on_each_node(start, run, 
 srun --ntasks-per-node=1 {sys.executable} -m parwrap.run --nproc-per-node 2 --batch global train.py
 """)
     number = run("sbatch", "--parsable", "--nodes=2", "--output=log", "job.sh")[1].strip()
-    told_of = ended(run, number)  # sbatch --wait looks after 2, 4, 8, 16 seconds
+    shown = ended(run, number)  # sbatch --wait looks after 2, 4, 8, 16 seconds
 
     log = (start.directory / "log").read_text()
-    assert "JobState=COMPLETED" in told_of, log
+    assert "JobState=COMPLETED" in shown, log
     assert "4 ranks have trained\n" in log
     assert_trained_as_one_process(start.directory, monkeypatch)
 
