@@ -48,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from parwrap.ranks.device import cores, gpu_count
 
     try:
+        if _launcher_likely(argv):
+            from parwrap.launch.jobs import launch_job, requested_job
+
+            job = requested_job(argv, environ, cores())
+            if job is not None:
+                return launch_job(job)
         plan = plan_launch(argv, environ, gpu_count(), cores())
         if plan.dry_run:
             return _describe(plan, environ)
@@ -95,7 +101,7 @@ def _leave(status: int) -> NoReturn:
 
 def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Guess from the command line without torch's parser: a wrong guess only costs time."""
-    if not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _is_rank(environ):
+    if not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _launcher_likely(argv) or _is_rank(environ):
         return False
     if (_given(argv, "--nnodes") or environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
         return True
@@ -117,6 +123,11 @@ def _given(argv: Sequence[str], *spellings: str) -> str | None:
         if option.partition("=")[0] in spellings:
             return option.partition("=")[2] or following
     return None
+
+
+def _launcher_likely(argv: Sequence[str]) -> bool:
+    """Whether the command line contains ``--launcher``, ours or an option of the script."""
+    return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in argv)
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:

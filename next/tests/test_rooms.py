@@ -8,7 +8,7 @@ import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
-    *("run", "__main__", "launch", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
+    *("run", "__main__", "doctor", "launch", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
     *("rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "errors"),
 ]
 """From the top down."""

@@ -14,4 +14,7 @@
     routes.py             how this machine reaches the first node
     nodes.py              what the launchers of several nodes tell each other
     waiting.py            what a node prints while it waits for others
+    jobs.py               from a command line with --launcher to a job on other machines
+    job_launchers.py      which launchers there are, and which options each has
+    slurm.py, kubeflow.py, ray.py   submit or print such a job
 """

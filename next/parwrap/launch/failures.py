@@ -28,7 +28,7 @@ from parwrap.launch.signals import Terminated, terminate
 from parwrap.places import Place, from_script
 from parwrap.ranks.processes import signal_name
 
-__all__ = ["Failure", "Recorder", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
+__all__ = ["Failure", "Recorder", "causes_first", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,11 @@ def read_failures(directory: Path) -> list[Failure]:
     """
     failures = [Failure(**json.loads(path.read_text())) for path in directory.glob("*.json")]
     last = max((failure.attempt for failure in failures), default=0)
-    return sorted((failure for failure in failures if failure.attempt == last), key=_order)
+    return sorted((failure for failure in failures if failure.attempt == last), key=causes_first)
 
 
-def _order(failure: Failure) -> tuple[bool, float]:
+def causes_first(failure: Failure) -> tuple[bool, float]:
+    """A key that sorts the failure which caused the others to the front."""
     aborted = failure.status == 128 + signal.SIGABRT  # torch itself gave up, perhaps because of another rank
     return bool(failure.exception) or aborted, failure.time
 

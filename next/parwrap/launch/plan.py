@@ -20,12 +20,13 @@ from typing import Any, Literal, NoReturn
 import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launch.job_launchers import launchers_with
 from parwrap.launch.training_options import Given, add_options, decorators, scope_options
 from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.world import World, detect
 
-__all__ = ["LaunchPlan", "Script", "columns", "command_parser", "describe", "describe_script", "plan_launch"]
+__all__ = ["LaunchPlan", "Script", "columns", "command_parser", "describe", "describe_script", "plan_launch", "unknown_option"]
 
 ONE_NODE = "parwrap"
 """The rendezvous backend of a single node, which does not wait for other nodes; see ``agent.py``."""
@@ -99,7 +100,7 @@ class LaunchPlan:
     notice: str
 
 
-def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int) -> LaunchPlan:
+def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int, here: bool = True) -> LaunchPlan:
     """The plan for ``python -m parwrap.run ARGV``.
 
     Args:
@@ -107,6 +108,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         environ: the environment variables; torchrun's parser reads most of its own ``PET_*`` from ``os.environ``.
         gpus: the number of GPUs that torch can use here.
         cores: the number of CPU cores that this process may use.
+        here: whether the script runs on this machine, so that its path can be checked.
 
     Raises:
         UsageError: an unknown option or value, or options that exclude each other.
@@ -119,8 +121,10 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     try:
         given, command = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
-        raise UsageError(_unknown_option(str(unknown), parser)) from None
+        raise UsageError(unknown_option(str(unknown), parser)) from None
     arguments = parse_options(parser, given, command)
+    if arguments.launcher:
+        raise UsageError("--launcher must be written in full.")  # otherwise ``run.py`` has noticed it
     arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
     options = scope_options(arguments)
     outer = _fill_in(arguments, environ, gpus)
@@ -135,7 +139,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
             "or add --backend gloo to let ranks share GPUs."
         )
-    script = _script(arguments, options, decorators(arguments))
+    script = _script(arguments, options, decorators(arguments), here)
     if arguments.all_ranks and _torchrun_logs(arguments):
         raise UsageError(
             "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
@@ -251,13 +255,20 @@ def command_parser() -> argparse.ArgumentParser:
         "--all-ranks", "--all_ranks", action="store_true", help="Show the output of every rank, with the rank before each line."
     )
     ours.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the plan and start nothing.")
+    ours.add_argument(
+        "--launcher",
+        metavar="NAME",
+        help="Start the job on other machines, with slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
+    )
     add_options(ours)
     return parser
 
 
-def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
+def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
     """The error message for an option that ``parser`` does not have."""
     name = option.partition("=")[0]
+    if launchers := launchers_with(name):
+        return f"{name} is an option of --launcher {' and '.join(launchers)}: add the launcher, or remove {name}."
     known = [option for option in parser._option_string_actions if "_" not in option]
     begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs does not match --nnodes
     close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
@@ -299,7 +310,7 @@ def _refuse_several(ranks: int, nodes: tuple[int, int], options: dict[str, Any])
         )
 
 
-def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, Given]) -> Script:
+def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, Given], here: bool) -> Script:
     target = arguments.training_script
     doctor = arguments.module and target == DOCTOR
     if (arguments.plain or doctor) and (options or around):
@@ -312,7 +323,8 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
         raise UsageError(
             "--no-python runs a program that is not Python, so parwrap cannot change anything in it: add --plain to only launch it."
         )
-    _look_for(target, arguments)
+    if here:
+        _look_for(target, arguments)
     try:
         Options(**options)
         for name, each in around.items():

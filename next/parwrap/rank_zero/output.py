@@ -14,11 +14,9 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any, TextIO
 
 from parwrap.intercept.patch import Patch, installed
+from parwrap.rank_zero.trackers import trackers_silent
 
 __all__ = ["Output", "output_of"]
-
-OFF = {"WANDB_MODE": "disabled"}
-"""Variables that keep a library from writing for ranks above 0."""
 
 
 class Output:
@@ -59,7 +57,7 @@ def output_of(rank: int, log: str | None = None, heard: bool = False) -> Iterato
     with ExitStack() as stack:
         output = Output() if rank == 0 or heard else stack.enter_context(_silent(log or os.devnull))
         if rank > 0:
-            stack.enter_context(_environment(OFF))
+            stack.enter_context(trackers_silent())
         stack.enter_context(installed([_print_patch(output)]))
         yield output
 
@@ -122,17 +120,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
