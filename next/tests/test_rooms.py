@@ -8,7 +8,7 @@ import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
-    *("run", "__main__", "doctor", "launch", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
+    *("run", "__main__", "doctor", "launching", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
     *("rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "errors"),
 ]
 """From the top down."""
@@ -75,3 +75,8 @@ def test_the_architecture_page_names_every_room_and_only_what_exists():
     assert len(paths) > 60
     assert [] == [path for path, _ in paths if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()]
     assert [] == [f"{path}: {name}" for path, name in paths if name and not re.search(rf"\b{name}\b", (PACKAGE / path).read_text())]
+
+
+def test_no_public_name_is_also_that_of_a_room():
+    """Importing the room would replace the name: ``parwrap.launch(train)`` would call a module."""
+    assert set() == set(parwrap.__all__) & set(ROOMS)

@@ -28,7 +28,7 @@ import torch
 from parwrap import __version__
 from parwrap.doctor.facts import Cores, Facts, Gpu, Gpus, Launch, Limits, Memory, Network, Versions
 from parwrap.errors import LaunchError
-from parwrap.launch.routes import interface_of, interfaces
+from parwrap.launching.routes import interface_of, interfaces
 from parwrap.ranks.device import choose_backend, cores, visible_gpu
 from parwrap.ranks.store import SECRET
 from parwrap.ranks.world import World, detect, launch_variables

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from parwrap.launch.plan import Script, describe
-from parwrap.launch.training_options import Given
+from parwrap.launching.plan import Script, describe
+from parwrap.launching.training_options import Given
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")

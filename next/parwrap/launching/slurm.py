@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.job_launchers import add_node_options
-from parwrap.launch.jobs import Job, print_line
+from parwrap.launching.job_launchers import add_node_options
+from parwrap.launching.jobs import Job, print_line
 from parwrap.ranks.launchers import LOOPBACK
 
 __all__ = ["SHARES_FILES", "Status", "add_options", "batch_script", "launch", "read_status"]

@@ -28,11 +28,11 @@ from typing import IO, Any
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.intercept.patch import Patch, installed
-from parwrap.launch.failures import Failure, causes_first, node_name, read_failures, report, unexplained
-from parwrap.launch.job_launchers import count
-from parwrap.launch.jobs import Job, print_line
-from parwrap.launch.plan import Script, columns, command_parser, describe_script
-from parwrap.launch.routes import interface_of
+from parwrap.launching.failures import Failure, causes_first, node_name, read_failures, report, unexplained
+from parwrap.launching.job_launchers import count
+from parwrap.launching.jobs import Job, print_line
+from parwrap.launching.plan import Script, columns, command_parser, describe_script
+from parwrap.launching.routes import interface_of
 from parwrap.ranks.launchers import LOOPBACK
 from parwrap.ranks.store import SECRET, secret_of
 
@@ -48,7 +48,7 @@ LOOK = 0.5
 
 RANK = """
 import pickle, sys
-from parwrap.launch.script import run_rank
+from parwrap.launching.script import run_rank
 directory = sys.path.pop(0)
 import torch  # not something of this name that lies about in the directory
 sys.path.insert(0, directory)

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from parwrap.launch import slurm
-from parwrap.launch.jobs import requested_job
-from parwrap.launch.slurm import batch_script, read_status
+from parwrap.launching import slurm
+from parwrap.launching.jobs import requested_job
+from parwrap.launching.slurm import batch_script, read_status
 from parwrap.ranks.launchers import LOOPBACK
 from parwrap.run import main
 
@@ -221,7 +221,7 @@ def test_what_sbatch_says_where_no_cluster_answers_comes_with_what_to_do(program
 
 
 def test_a_log_that_this_machine_cannot_read(programs, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("parwrap.launch.slurm.LOOK", 0)
+    monkeypatch.setattr("parwrap.launching.slurm.LOOK", 0)
     printed = SHOWN.format(state="FAILED", reason="None", restarts=0, code="0:53")
     programs(sbatch="echo 7", scontrol=f"cat <<'END'\n{printed}END")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.plan import LaunchPlan
+from parwrap.launching.plan import LaunchPlan
 from parwrap.ranks.launchers import LOOPBACK
 
 __all__ = [

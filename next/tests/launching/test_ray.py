@@ -13,9 +13,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from parwrap.launch.failures import Failure
-from parwrap.launch.plan import Script
-from parwrap.launch.ray import _follow, _knock, be_a_rank
+from parwrap.launching.failures import Failure
+from parwrap.launching.plan import Script
+from parwrap.launching.ray import _follow, _knock, be_a_rank
 from parwrap.run import main
 
 
@@ -204,7 +204,7 @@ def test_a_failure_before_ranks_have_started_again_is_told_and_counts_no_more(ca
 
 
 def test_after_ctrl_c_no_call_of_ray_is_under_way(monkeypatch):
-    monkeypatch.setattr("parwrap.launch.ray.LOOK", 0.01)
+    monkeypatch.setattr("parwrap.launching.ray.LOOK", 0.01)
     before, threads = signal.getsignal(signal.SIGINT), threading.active_count()
 
     def fit():

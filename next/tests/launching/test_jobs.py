@@ -3,9 +3,9 @@
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.job_launchers import HOMES
-from parwrap.launch.jobs import Job, requested_job
-from parwrap.launch.plan import plan_launch
+from parwrap.launching.job_launchers import HOMES
+from parwrap.launching.jobs import Job, requested_job
+from parwrap.launching.plan import plan_launch
 from parwrap.run import main
 
 

@@ -21,9 +21,9 @@ from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from parwrap.errors import LaunchError
-from parwrap.launch.failures import node_name
-from parwrap.launch.plan import LaunchPlan
-from parwrap.launch.routes import PORTS, endpoint, rendezvous_timeout, way_to
+from parwrap.launching.failures import node_name
+from parwrap.launching.plan import LaunchPlan
+from parwrap.launching.routes import PORTS, endpoint, rendezvous_timeout, way_to
 from parwrap.ranks.background import in_background
 from parwrap.ranks.store import SignedStore
 from parwrap.torch_private.elastic import arrived_nodes, this_node

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.job_launchers import add_node_options
-from parwrap.launch.jobs import Job
+from parwrap.launching.job_launchers import add_node_options
+from parwrap.launching.jobs import Job
 from parwrap.ranks.store import SECRET, secret_of
 
 __all__ = ["SHARES_FILES", "add_options", "launch", "manifest", "secret"]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from parwrap.launch import output as launchers_output
-from parwrap.launch.output import RankOutput
+from parwrap.launching import output as launchers_output
+from parwrap.launching.output import RankOutput
 
 WITHIN = 20
 """Seconds, far above what it takes."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from parwrap.errors import LaunchError
-from parwrap.launch.failures import Failure
+from parwrap.launching.failures import Failure
 
 __all__ = ["ALL_RANKS", "LOG", "Lines", "Pipes", "RankOutput", "prefixed"]
 

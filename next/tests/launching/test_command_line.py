@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import parwrap
-from parwrap.launch.command_line import split_at_script
-from parwrap.launch.plan import command_parser, plan_launch
+from parwrap.launching.command_line import split_at_script
+from parwrap.launching.plan import command_parser, plan_launch
 from planning import plan
 
 PARSER = command_parser()

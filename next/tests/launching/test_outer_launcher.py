@@ -3,7 +3,7 @@
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.plan import describe
+from parwrap.launching.plan import describe
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.plan import LaunchPlan, plan_launch
-from parwrap.launch.routes import await_rendezvous, endpoint, interface_of, interface_variables, unreachable, way_to, with_way
+from parwrap.launching.plan import LaunchPlan, plan_launch
+from parwrap.launching.routes import await_rendezvous, endpoint, interface_of, interface_variables, unreachable, way_to, with_way
 from parwrap.ranks.launchers import LOOPBACK
 
 
@@ -134,7 +134,7 @@ def test_nothing_is_known_of_the_way_to_a_name_that_is_not():
 
 
 def test_the_first_node_is_waited_for(listener, capsys, monkeypatch):
-    monkeypatch.setattr("parwrap.launch.routes.REPORT_AFTER", 0.1)
+    monkeypatch.setattr("parwrap.launching.routes.REPORT_AFTER", 0.1)
     host, port = listener.getsockname()
     listener.close()
     asked = plan("--nnodes", "2", "--node-rank", "1", "--master-addr", host, "--master-port", str(port), "--timeout", "60")

@@ -5,8 +5,8 @@ import sys
 import pytest
 import yaml
 
-from parwrap.launch.jobs import requested_job
-from parwrap.launch.kubeflow import manifest
+from parwrap.launching.jobs import requested_job
+from parwrap.launching.kubeflow import manifest
 from parwrap.run import main
 
 GPUS = {"limits": {"nvidia.com/gpu": int}}

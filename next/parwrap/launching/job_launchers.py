@@ -1,7 +1,7 @@
 """Maps the name of a launcher to its module, which is loaded on demand, and an option to the launchers that have it.
 
 A launcher is a module with ``add_options(group)``, which adds its options to argparse; ``launch(job)``, which starts a
-:class:`parwrap.launch.jobs.Job` and returns its exit code; and ``SHARES_FILES``, whether its nodes see the files of this machine.
+:class:`parwrap.launching.jobs.Job` and returns its exit code; and ``SHARES_FILES``, whether its nodes see the files of this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parwrap.errors import UsageError
 
 __all__ = ["HOMES", "add_node_options", "count", "launcher_named", "launchers_with"]
 
-HOMES = {name: f"parwrap.launch.{name}" for name in ("slurm", "kubeflow", "ray")}
+HOMES = {name: f"parwrap.launching.{name}" for name in ("slurm", "kubeflow", "ray")}
 
 
 def launcher_named(name: str) -> ModuleType:

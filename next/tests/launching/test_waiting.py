@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from parwrap.launch.waiting import command_there, reporting_wait
+from parwrap.launching.waiting import command_there, reporting_wait
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -22,7 +22,7 @@ WITHIN = 10
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr("parwrap.launch.waiting.REPORT_AFTER", 0.05)
+    monkeypatch.setattr("parwrap.launching.waiting.REPORT_AFTER", 0.05)
     monkeypatch.setattr("socket.gethostname", lambda: "gpu3")
 
 

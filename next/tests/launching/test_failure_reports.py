@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from parwrap.errors import LaunchError
-from parwrap.launch.failures import Failure, Recorder, read_failures, report
+from parwrap.launching.failures import Failure, Recorder, read_failures, report
 
 
 def failure(

@@ -19,9 +19,9 @@ from typing import Any, Literal, NoReturn
 
 import parwrap
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launch.job_launchers import launchers_with
-from parwrap.launch.training_options import Given, add_options, decorators, scope_options
+from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.job_launchers import launchers_with
+from parwrap.launching.training_options import Given, add_options, decorators, scope_options
 from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.world import World, detect

@@ -26,11 +26,11 @@ from zipfile import is_zipfile
 
 import torch
 
-from parwrap.launch.failures import Recorder, exit_status
-from parwrap.launch.fork_server import BLOCKED
-from parwrap.launch.output import ALL_RANKS, LOG, Pipes
-from parwrap.launch.plan import Script
-from parwrap.launch.signals import Terminated, note_signals, raise_on_sigterm, terminate
+from parwrap.launching.failures import Recorder, exit_status
+from parwrap.launching.fork_server import BLOCKED
+from parwrap.launching.output import ALL_RANKS, LOG, Pipes
+from parwrap.launching.plan import Script
+from parwrap.launching.signals import Terminated, note_signals, raise_on_sigterm, terminate
 from parwrap.ranks.processes import die_with_parent
 from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD

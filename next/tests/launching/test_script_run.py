@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from parwrap.launch.script import script_traceback
+from parwrap.launching.script import script_traceback
 
 ROOT = Path(__file__).parents[2]
 RUN_ALONE = (
-    "import sys; from parwrap.launch.plan import Script; from parwrap.launch.script import run_alone; "
+    "import sys; from parwrap.launching.plan import Script; from parwrap.launching.script import run_alone; "
     "run_alone(Script(sys.argv[1], tuple(sys.argv[3:]), sys.argv[2]))"
 )
 
@@ -45,8 +45,8 @@ file.write('open')
 
 EACH_IN_A_FORK = """
 import os, sys
-from parwrap.launch.plan import Script
-from parwrap.launch.script import run_alone
+from parwrap.launching.plan import Script
+from parwrap.launching.script import run_alone
 folders = sys.argv[1:]
 while folders and (running := os.fork()):
     _, status = os.waitpid(running, 0)

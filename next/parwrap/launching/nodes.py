@@ -22,8 +22,8 @@ from torch.distributed import DistError, DistStoreError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from parwrap.errors import LaunchError
-from parwrap.launch.failures import Failure, node_name, read_failures
-from parwrap.launch.routes import interface_variables, listener
+from parwrap.launching.failures import Failure, node_name, read_failures
+from parwrap.launching.routes import interface_variables, listener
 from parwrap.ranks.processes import signal_name
 from parwrap.ranks.store import SignedStore
 from parwrap.torch_private.elastic import agent_store, remaining_restarts, set_remaining_restarts

@@ -11,8 +11,8 @@ import pytest
 
 from launched import WITHIN, left_in
 from parwrap.errors import LaunchError
-from parwrap.launch.agent import launch
-from parwrap.launch.plan import plan_launch
+from parwrap.launching.agent import launch
+from parwrap.launching.plan import plan_launch
 
 SEES = """
 import json, sys, near, psutil, torch, parwrap

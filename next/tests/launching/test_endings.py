@@ -300,9 +300,9 @@ def test_a_signal_that_comes_before_the_script_has_begun_ends_a_rank_too(started
         "-c",
         """
 import os, signal
-from parwrap.launch import fork_server
+from parwrap.launching import fork_server
 ranks = '''
-from parwrap.launch.fork_server import BLOCKED
+from parwrap.launching.fork_server import BLOCKED
 os.kill(os.getpid(), signal.SIGTERM)
 if rank := os.fork():
     print("alive", os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]), flush=True)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parwrap.errors import UsageError
-from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launch.job_launchers import HOMES, launcher_named, launchers_with
-from parwrap.launch.plan import LaunchPlan, command_parser, plan_launch, unknown_option
+from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.job_launchers import HOMES, launcher_named, launchers_with
+from parwrap.launching.plan import LaunchPlan, command_parser, plan_launch, unknown_option
 
 __all__ = ["Job", "launch_job", "print_line", "requested_job"]
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from parwrap.checks.same_step import LOST
 from parwrap.errors import LaunchError, LockstepError, explain, in_one_line
-from parwrap.launch.signals import Terminated, terminate
+from parwrap.launching.signals import Terminated, terminate
 from parwrap.places import Place, from_script
 from parwrap.ranks.processes import signal_name
 

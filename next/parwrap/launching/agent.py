@@ -41,14 +41,14 @@ from torch.distributed.run import config_from_args
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.intercept.patch import Patch, installed
-from parwrap.launch.failures import Failure, read_failures, report, unexplained
-from parwrap.launch.nodes import Nodes
-from parwrap.launch.output import RankOutput
-from parwrap.launch.plan import ONE_NODE, LaunchPlan
-from parwrap.launch.routes import await_rendezvous, endpoint
-from parwrap.launch.script import run_rank
-from parwrap.launch.signals import forward_once
-from parwrap.launch.waiting import reporting_wait
+from parwrap.launching.failures import Failure, read_failures, report, unexplained
+from parwrap.launching.nodes import Nodes
+from parwrap.launching.output import RankOutput
+from parwrap.launching.plan import ONE_NODE, LaunchPlan
+from parwrap.launching.routes import await_rendezvous, endpoint
+from parwrap.launching.script import run_rank
+from parwrap.launching.signals import forward_once
+from parwrap.launching.waiting import reporting_wait
 from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import INIT_METHOD
 from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_context

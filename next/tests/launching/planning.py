@@ -1,6 +1,6 @@
 """The plan for a command line, without a command."""
 
-from parwrap.launch.plan import LaunchPlan, plan_launch
+from parwrap.launching.plan import LaunchPlan, plan_launch
 
 
 def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPlan:
