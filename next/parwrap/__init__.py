@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parwrap.decorators.batch_losses import gather_with_grad, mean_over_ranks
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
     from parwrap.decorators.evaluate import evaluate
+    from parwrap.decorators.hogwild import hogwild
     from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
     from parwrap.decorators.sync_bn import sync_bn
     from parwrap.decorators.uniform_length import uniform_length
@@ -34,6 +35,7 @@ _HOMES = {
     "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.evaluate": ("evaluate",),
+    "parwrap.decorators.hogwild": ("hogwild",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.decorators.uniform_length": ("uniform_length",),
@@ -63,6 +65,7 @@ __all__ = [
     "every_rank_writes",
     "gather",
     "gather_with_grad",
+    "hogwild",
     "is_rank_zero",
     "local_rank",
     "mean_over_ranks",
