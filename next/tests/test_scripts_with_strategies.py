@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from test_scripts import SCRIPTS, UNSEEDED, parameters, run
@@ -14,6 +16,9 @@ BY_HAND = {"manual_sgd", "manual_sgd_leaf_tensors", "gradients_kept"}
 
 DECIDES = {"break_in_epoch", "early_leaver_two_optimizers", "grows_until_good"}
 """They stop on a loss, which is each rank's own under local SGD."""
+
+OF_WORKERS = {"cast_and_grown", "own_amp"}
+"""They cast what servers hold, and scale losses."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks(2, fresh=True)]
 
@@ -48,5 +53,23 @@ def test_local_sgd_ends_with_the_same_weights_on_all_ranks(script, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     weights = trained(script, strategy="local_sgd", every=3, seed=3)
     first, other = parwrap.gather(weights)
+
+    assert [] == [key for key, value in first.items() if not torch.equal(value, other[key])]
+
+
+@pytest.mark.ranks(3, fresh=True)
+@pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if script.stem not in BY_HAND | ONE_VECTOR | OF_WORKERS], ids=lambda script: script.stem
+)
+def test_workers_that_step_together_end_with_the_same_weights(script, tmp_path, monkeypatch):
+    import torch
+
+    import parwrap
+
+    monkeypatch.chdir(tmp_path)
+    weights = None
+    with contextlib.suppress(UnboundLocalError):  # a server leaves the script at its first backward
+        weights = trained(script, strategy="parameter_server", staleness=0, seed=3)
+    first, other, _ = parwrap.gather(weights)
 
     assert [] == [key for key, value in first.items() if not torch.equal(value, other[key])]

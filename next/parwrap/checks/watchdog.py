@@ -2,7 +2,7 @@
 
 A rank that has been blocked in one step for two seconds puts its page into the store, and compares it with that of the next rank. If all
 ranks are blocked but not alike, two neighbours differ. So nothing is sent while ranks move, and what a rank reads does not grow with their
-number. A page that its rank has left meanwhile proves nothing and does no harm: counts only grow.
+number. A page that its rank has left since proves nothing and does no harm: counts only grow.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launch.training_options import add_options, decorators, scope_options
+from parwrap.launch.training_options import Given, add_options, decorators, scope_options
 from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.world import World, detect
@@ -60,7 +60,7 @@ class Script:
     args: tuple[str, ...] = ()
     kind: Literal["file", "module", "program"] = "file"
     scope: Mapping[str, Any] | None = None
-    decorators: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    decorators: Mapping[str, Given] = field(default_factory=dict)
     hand_local_rank: bool = False
 
 
@@ -198,7 +198,7 @@ def describe_script(script: Script) -> dict[str, str]:
     options = ", ".join(f"{name}={value!r}" for name, value in (script.scope or {}).items())
     scopes = [
         f"parwrap.distributed({options})",
-        *(f"parwrap.{name}({', '.join(map(repr, given))})" for name, given in script.decorators.items()),
+        *(f"parwrap.{name}({given})" for name, given in script.decorators.items()),
     ]
     return {
         {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
@@ -282,7 +282,7 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
     return int(asked)
 
 
-def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, tuple[Any, ...]]) -> Script:
+def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict[str, Given]) -> Script:
     target = arguments.training_script
     doctor = arguments.module and target == DOCTOR
     if (arguments.plain or doctor) and (options or around):
@@ -298,8 +298,8 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
     _look_for(target, arguments)
     try:
         Options(**options)
-        for name, arguments_of in around.items():
-            getattr(parwrap, name)(*arguments_of)
+        for name, each in around.items():
+            getattr(parwrap, name)(*each.args, **each.kwargs)
     except UsageError as error:
         raise UsageError(f"{error} Your script's own options go after its name.") from None
     return Script(

@@ -4,12 +4,14 @@ for other decorators."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from parwrap.errors import UsageError
 from parwrap.options import CHOICES, Options
 
-__all__ = ["DECORATORS", "SCOPE_OPTIONS", "add_options", "decorators", "scope_options"]
+__all__ = ["DECORATORS", "OF_DECORATORS", "SCOPE_OPTIONS", "Given", "add_options", "decorators", "scope_options"]
 
 
 def _whole(text: str) -> int:
@@ -65,13 +67,22 @@ DECORATORS: dict[str, dict[str, Any]] = {
     "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
     "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
     "sync_bn": {"action": "store_true", "help": "Batch norms use the statistics of all ranks."},
+    "uniform_length": {"action": "store_true", "help": "Batches hold samples of similar length, with as little padding as possible."},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
+
+OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pad_value": ("uniform_length", {"type": _number, "help": "With --uniform-length: the value that sequences are padded with."}),
+    "max_tokens": ("uniform_length", {"type": _whole, "help": "With --uniform-length: the most tokens of a batch, instead of samples."}),
+    "multiple_of": ("uniform_length", {"type": _whole, "help": "With --uniform-length: round lengths up to a multiple of this."}),
+}
+"""The other options of these decorators, each with the name of its decorator and its arguments of ``argparse``."""
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add all of them to ``group``; one that is not given leaves no attribute."""
-    for name, arguments in {**SCOPE_OPTIONS, **DECORATORS}.items():
+    others = {name: arguments for name, (_, arguments) in OF_DECORATORS.items()}
+    for name, arguments in {**SCOPE_OPTIONS, **DECORATORS, **others}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
         group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
 
@@ -85,11 +96,34 @@ def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}
 
 
-def decorators(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+class Given(NamedTuple):
+    """The arguments of a decorator."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def __str__(self) -> str:
+        return ", ".join([*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())])
+
+
+def decorators(arguments: argparse.Namespace) -> dict[str, Given]:
     """The decorators that ``arguments`` ask for, each with its arguments.
 
-    >>> decorators(argparse.Namespace(amp="bf16", sync_bn=True, seed=3))
-    {'amp': ('bf16',), 'sync_bn': ()}
+    Raises:
+        UsageError: an option of a decorator is given without the decorator.
+
+    >>> found = decorators(argparse.Namespace(amp="bf16", uniform_length=True, pad_value=0, seed=3))
+    >>> {name: str(given) for name, given in found.items()}
+    {'amp': "'bf16'", 'uniform_length': 'pad_value=0'}
     """
-    given = {name: getattr(arguments, name) for name in DECORATORS if hasattr(arguments, name)}
-    return {name: () if value is True else (value,) for name, value in given.items()}
+    found = {}
+    for name in DECORATORS:
+        if hasattr(arguments, name):
+            value = getattr(arguments, name)
+            kwargs = {each: getattr(arguments, each) for each, (of, _) in OF_DECORATORS.items() if of == name and hasattr(arguments, each)}
+            found[name] = Given(() if value is True else (value,), kwargs)
+    for name, (of, _) in OF_DECORATORS.items():
+        if hasattr(arguments, name) and of not in found:
+            option, decorator = (f"--{each.replace('_', '-')}" for each in (name, of))
+            raise UsageError(f"{option} has no effect without {decorator}: add it. The script's own options come after its name.")
+    return found

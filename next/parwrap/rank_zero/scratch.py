@@ -109,7 +109,7 @@ class Overlay:
         return self._covering > 0 or (path if type(path) is str else os.fsdecode(path)).rpartition("/")[2] in self._names
 
     def may_be_made_ahead(self, key: str) -> bool:
-        """Whether rank 0, on another node, may have made the folder meanwhile. On its own node the journal names what it makes."""
+        """Whether rank 0, on another node, may have made the folder since. On its own node the journal names what it makes."""
         if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
             return False
         return os.stat(key).st_ctime > self.since
@@ -223,7 +223,7 @@ class Overlay:
             if found is not None and os.path.exists(found):
                 return found
             if found is not None and self._journal.update().saves[save] != found:
-                continue  # rank 0 has ended meanwhile, and named the path instead of its descriptor
+                continue  # rank 0 has ended since, and named the path instead of its descriptor
             if found is not None or ended or time.monotonic() > until:
                 raise RankMismatchError(self._not_found(os.path.basename(place), save, replaced=found is not None))
             time.sleep(NAP)
@@ -327,7 +327,7 @@ class Overlay:
                     if not (recent and self.hidden(os.path.join(folder, entry.name), entry.stat(follow_symlinks=False))):
                         yield entry.name
                 except FileNotFoundError:
-                    pass  # rank 0 has removed it meanwhile
+                    pass  # rank 0 has removed it since
 
     def _present(self, place: str, key: str) -> str:
         """``place``; if it is on the disk and rank 0 has moved it since, where it is now."""

@@ -162,7 +162,7 @@ def job_folder() -> Iterator[Path]:
 def _used(name: str) -> Iterator[Path]:
     """The private folder ``name`` inside the block; the last process that uses it removes it."""
     private = private_folder()
-    with _locked(private, fcntl.LOCK_EX):  # nobody removes it before it is locked
+    with _locked(private, fcntl.LOCK_EX):  # no process removes it before it is locked
         folder = _made(private, name)
         lock = _lock(folder, fcntl.LOCK_SH)
     try:

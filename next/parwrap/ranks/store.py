@@ -18,7 +18,7 @@ from parwrap.errors import LaunchError
 __all__ = ["SECRET", "SignedStore", "secret_of"]
 
 SECRET = "PARWRAP_SECRET"
-"""The variable with a text that all nodes of a job share and nobody else knows. Without it, signatures only find damaged values."""
+"""The variable with a text that only the nodes of a job know. Without it, signatures only find damaged values."""
 
 
 def secret_of(environ: Mapping[str, str]) -> str:
@@ -75,7 +75,7 @@ class SignedStore:
         return bool(self._store.check([self._full(key) for key in keys]))
 
     def clone(self) -> SignedStore:
-        """The same store over a connection of its own, for another thread."""
+        """The same store over another connection, for another thread."""
         return SignedStore(self._store.clone(), self._prefix, self._secret.decode())
 
     def _full(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Which parameters a backward averages: one set for each *site*, a line that calls ``backward`` (DESIGN: Backward).
+"""Which parameters a backward averages: one set for each *site*, a line that calls ``backward``.
 
 The set of a site is found at its first visit, by one walk over the graph: every trainable parameter of the optimizers that own a
 parameter reached there, and the ``nn.Parameter``s reached that no optimizer owns. What is made inside a training pass belongs to its

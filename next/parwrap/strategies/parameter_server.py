@@ -161,11 +161,22 @@ class ParameterServer(Strategy):
         if self._generation != loop.optimizers.generation:
             self._register()
         weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
-        loop.divisors.weigh(call)
+        root, added = loop.losses.root(call), loop.divisors.weigh(call)
         scale = weight * loss_factor(weight, self._group.world.size, loop.options())
+        loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale
         (call if scale == 1.0 else call.times(scale)).run()
+        if root is not None and self._staleness == 0:
+            assert loss is not None
+            loop.losses.write_mean(root, call, self._mean(loss))
         loop.passes.ran_backward()
         self._trained = True
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        """The mean over the workers, which step together and may decide on it."""
+        total = loss.reshape(1).to("cpu", torch.float64)
+        with self._group.control_message("the loss of a step"):
+            dist.all_reduce(total, group=self._group.control)
+        return total.item() / self._group.world.size
 
     # new optimizers
 
@@ -180,9 +191,7 @@ class ParameterServer(Strategy):
         new = [each for each in optimizers.all() if self._count(each) != len(list(parameters_of(each)))]
         if new:
             self._pull_all("new optimizers", unseen=True, about=[[(p.shape, str(p.dtype)) for p in parameters_of(each)] for each in new])
-            alive = {self._numbers[each] for each in optimizers.all() if each in self._numbers}
-            for number in self._parts.keys() - alive:
-                del self._parts[number]
+            self._drop_unused()
             for optimizer in new:
                 made_equal(self._group, [p for p in parameters_of(optimizer) if p not in self._keys])
                 self._lay_out(optimizer)
@@ -193,6 +202,14 @@ class ParameterServer(Strategy):
             for optimizer in new:
                 optimizer.state.clear()
         self._generation = optimizers.generation
+
+    def _drop_unused(self) -> None:
+        """Drop optimizers that no worker has any more: Python may collect one with a scheduler later on one worker than on another."""
+        alive = {self._numbers[each] for each in self._loop.optimizers.all() if each in self._numbers}
+        on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
+        with self._group.control_message("optimizers that are still used"):
+            dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self._group.control)
+        self._parts = {number: parts for (number, parts), used in zip(self._parts.items(), on_any.tolist(), strict=True) if used}
 
     def _count(self, optimizer: Optimizer) -> int:
         """The number of parameters of ``optimizer`` that servers hold."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parwrap.launch.plan import Script, describe
+from parwrap.launch.training_options import Given
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -32,9 +33,16 @@ pytestmark = pytest.mark.usefixtures("scripts")
             Script("train.py", scope={"strategy": "zero1", "compress": "powersgd", "powersgd_rank": 3}),
         ),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
-        (["--amp", "bf16", "train.py", "--amp"], Script("train.py", ("--amp",), scope={}, decorators={"amp": ("bf16",)})),
-        (["--accumulate", "4", "--amp=O2", "train.py"], Script("train.py", scope={}, decorators={"accumulate": (4,), "amp": ("O2",)})),
-        (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": ()})),
+        (["--amp", "bf16", "train.py", "--amp"], Script("train.py", ("--amp",), scope={}, decorators={"amp": Given(("bf16",))})),
+        (
+            ["--accumulate", "4", "--amp=O2", "train.py"],
+            Script("train.py", scope={}, decorators={"accumulate": Given((4,)), "amp": Given(("O2",))}),
+        ),
+        (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": Given()})),
+        (
+            ["--uniform-length", "--pad-value", "0", "train.py"],
+            Script("train.py", scope={}, decorators={"uniform_length": Given((), {"pad_value": 0.0})}),
+        ),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),

@@ -148,3 +148,5 @@ def test_other_decorators_are_checked_by_themselves():
         plan("--accumulate", "0", "train.py")
     with pytest.raises(UsageError, match="--plain only launches the script, so --amp has no effect: remove one of them"):
         plan("--plain", "--amp", "bf16", "train.py")
+    with pytest.raises(UsageError, match="--pad-value has no effect without --uniform-length: add it"):
+        plan("--pad-value", "0", "train.py")

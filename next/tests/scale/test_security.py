@@ -1,4 +1,4 @@
-"""Another user of the machine, or of the network, cannot take part in a job (DESIGN: Security): nothing has an effect, or it is refused."""
+"""Another user of the machine, or of the network, cannot take part in a job: nothing has an effect, or it is refused."""
 
 from __future__ import annotations
 

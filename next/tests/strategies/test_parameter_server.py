@@ -82,6 +82,24 @@ def test_with_staleness_0_workers_train_bit_for_bit_what_ddp_trains(build):
 
 
 @pytest.mark.ranks(3)
+def test_with_staleness_0_workers_may_decide_on_a_loss_after_its_backward():
+    @served(staleness=0)
+    def train_until_good():
+        weight, losses = nn.Parameter(torch.ones(1)), [9.0]
+        optimizer = torch.optim.SGD([weight], lr=0.25)
+        while losses[-1] > 0.1:
+            optimizer.zero_grad()
+            loss = weight.square().sum() * (1 + parwrap.rank())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    # the mean gradient is 3 * weight, so each step leaves a quarter of it
+    assert [9.0, 1.5, 1.5 / 16] == train_until_good()
+
+
+@pytest.mark.ranks(3)
 def test_with_staleness_0_and_a_global_batch_workers_train_the_weights_of_one_process():
     together = served(staleness=0, batch="global")(train)(schedule=True)
 
@@ -315,6 +333,32 @@ def test_servers_let_go_of_models_of_earlier_folds_which_keep_their_last_values(
     assert [[], [], [(1, 2)] * 4] == parwrap.gather(held)
 
 
+@pytest.mark.ranks(3)
+def test_an_optimizer_may_be_collected_later_on_one_worker_than_on_another():
+    @served(staleness=0)
+    def folds():
+        for _ in range(3):
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # refers to the optimizer, which refers to it
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                scheduler.step()
+            del optimizer, scheduler
+            if parwrap.rank() == 0:
+                gc.collect()
+        return model.weight.item()
+
+    gc.disable()
+    try:
+        assert -2.0 == folds()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.ranks(2)
 def test_a_state_comes_from_the_server_and_goes_back_to_it():
     def train_on(state=None):
@@ -420,7 +464,7 @@ def test_one_rank_trains_as_plain_code_does():
 
 @pytest.mark.ranks(3)
 def test_an_error_of_a_worker_ends_the_server_and_the_other_workers():
-    @served(staleness=0)
+    @served(staleness=1)
     def fails():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
