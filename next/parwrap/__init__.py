@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parwrap.decorators import amp as _amp
     from parwrap.decorators import data_parallel as _data_parallel
     from parwrap.decorators import evaluate as _evaluate
+    from parwrap.decorators import hogwild as _hogwild
     from parwrap.decorators import rank_zero as _rank_zero
     from parwrap.decorators import signatures
     from parwrap.decorators import sync_bn as _sync_bn
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     amp = signatures.decorator(_amp.amp.__init__)
     data_parallel = signatures.decorator(_data_parallel.data_parallel.__init__)
     evaluate = signatures.decorator(_evaluate.evaluate.__init__)
+    hogwild = signatures.decorator(_hogwild.hogwild.__init__)
     every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
     rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
     rank_zero_only = signatures.decorator(_rank_zero.rank_zero_only.__init__)
@@ -53,6 +55,7 @@ _HOMES = {
     "parwrap.decorators.evaluate": ("evaluate",),
     "parwrap.decorators.launch": ("launch",),
     "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin"),
+    "parwrap.decorators.hogwild": ("hogwild",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.decorators.uniform_length": ("uniform_length",),
@@ -86,6 +89,7 @@ __all__ = [
     "every_rank_writes",
     "gather",
     "gather_with_grad",
+    "hogwild",
     "is_rank_zero",
     "launch",
     "local_rank",

@@ -1,0 +1,86 @@
+"""``@hogwild``: a call of a plain training function forks workers, which train one model in shared memory by ``strategies/hogwild.py``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+from parwrap.decorators.distributed import distributed
+from parwrap.decorators.scope import Call, ScopeDecorator
+from parwrap.errors import UsageError
+from parwrap.ranks.device import cores
+
+__all__ = ["hogwild"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class hogwild(ScopeDecorator):
+    """Train one model with several processes at once, each on its own part of the data, without locks (Recht et al., 2011).
+
+    Write ``@hogwild`` or ``@hogwild(workers=4)`` on a plain training function. In a plain process, each call forks the workers, on CPUs and
+    with one thread each, and returns the result of worker 0 when all have ended. Models, optimizers, schedulers and tensors of the caller
+    have the trained state then, in the same objects, as :func:`parwrap.launch` says. An error of a worker is raised in the caller. It is
+    short for ``distributed(strategy="hogwild", nprocs=workers)``: where ranks have been started already, the function runs on these.
+
+    Args:
+        workers: the number of workers; by default the number of cores.
+        lock: one worker at a time takes a step. This is slower, and meant for comparison.
+        timeout: seconds (or a ``timedelta``) that a worker waits for another one; by default 30 minutes.
+        seed: the seed of torch, numpy and python in all workers; by default they continue from the caller's state.
+
+    Raises:
+        UsageError: an unknown option or value; or workers cannot be forked where it is called.
+        RankMismatchError: a worker ended without a result.
+
+    >>> import torch
+    >>> weights = torch.nn.Embedding(4, 2, sparse=True)
+    >>> @hogwild(workers=2)
+    ... def train(model):
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ...     for rows in torch.utils.data.DataLoader(torch.arange(4), batch_size=1):
+    ...         optimizer.zero_grad()
+    ...         model(rows).sum().backward()
+    ...         optimizer.step()
+    >>> before = weights.weight.detach().clone()
+    >>> train(weights)
+    >>> torch.allclose(before - 1, weights.weight)
+    True
+    """
+
+    layer = -10
+
+    def __init__(
+        self, *, workers: int | None = None, lock: bool = False, timeout: float | timedelta | None = None, seed: int | None = None
+    ) -> None:
+        super().__init__()
+        workers = cores() if workers is None else workers
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise UsageError(f"workers={workers!r} is not a positive integer.")
+        given = {"lock": lock, "timeout": timeout, "seed": seed}
+        self._ranks = distributed(strategy="hogwild", backend="gloo", nprocs=workers, start_method="fork", **given)
+
+    def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
+        start = self._ranks.elsewhere(call)
+        return None if start is None else functools.partial(_on_cpus, start)
+
+    def scope(self, call: Call) -> AbstractContextManager[Any]:
+        if call.function is None:
+            raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the training function.")
+        return self._ranks.scope(call)
+
+
+def _on_cpus(start: Callable[[Callable[[], Any]], Any], run: Callable[[], Any]) -> Any:
+    """Make the call ``run`` by ``start``, on ranks that see no GPU."""
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ""
+    try:
+        return start(run)
+    finally:
+        del os.environ[VISIBLE]
+        if before is not None:
+            os.environ[VISIBLE] = before
