@@ -32,6 +32,7 @@ setup(
             "scikit-learn",
             "tensorboard",
             "torchdata",
+            "torchmetrics",
             "PyYAML",
             "cloudpickle",
             "ipykernel",
