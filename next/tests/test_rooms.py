@@ -1,8 +1,11 @@
 """The rooms of the package: imports only go down, and nothing finds out what a script means from its bytecode or from live objects."""
 
 import ast
+import io
 import re
 from pathlib import Path
+
+from docutils.core import publish_doctree
 
 import parwrap
 
@@ -80,3 +83,13 @@ def test_the_architecture_page_names_every_room_and_only_what_exists():
 def test_no_public_name_is_also_that_of_a_room():
     """Importing the room would replace the name: ``parwrap.launch(train)`` would call a module."""
     assert set() == set(parwrap.__all__) & set(ROOMS)
+
+
+def test_pages_are_well_formed_and_their_links_lead_to_pages():
+    for page in [DOCS.parent / "README.rst", *DOCS.glob("*.rst")]:
+        complaints = io.StringIO()
+        publish_doctree(page.read_text(), settings_overrides={"warning_stream": complaints, "report_level": 2})
+        links = re.findall(r"<([\w/]+\.rst)>", page.read_text())
+
+        assert "" == complaints.getvalue(), page
+        assert [] == [link for link in links if not (page.parent / link).exists()], page
