@@ -93,3 +93,10 @@ def test_pages_are_well_formed_and_their_links_lead_to_pages():
 
         assert "" == complaints.getvalue(), page
         assert [] == [link for link in links if not (page.parent / link).exists()], page
+
+
+def test_files_of_tests_have_different_names():
+    """pytest imports them as top-level modules."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.parent.name != "scripts" and path.name != "conftest.py"]
+
+    assert sorted(set(names)) == sorted(names)
