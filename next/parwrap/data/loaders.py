@@ -138,7 +138,7 @@ def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: we
 
 
 def marked_like(copy: DataLoader, loader: DataLoader) -> None:
-    """Say of ``copy`` what was said of ``loader``."""
+    """Mark ``copy`` as sharded or replicated if ``loader`` is."""
     for marked in (_sharded, _replicated):
         if loader in marked:
             marked.add(copy)

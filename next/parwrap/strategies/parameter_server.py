@@ -328,7 +328,7 @@ class ParameterServer(Strategy):
             self._ask(part.server, Message(Kind.SET, number, pickle.dumps(changed), part.layout.filled(part.parameters)))
 
     def _pull_all(self, kind: str, unseen: bool = False, about: object = None) -> None:
-        """All workers meet and get the same values; no worker steps meanwhile."""
+        """All workers meet and get the same values; until then no worker steps."""
         for number, part in self._all_parts():
             self._push_changes(number, part)
         self._meet(kind, about)
