@@ -7,8 +7,6 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "parwrap" / "__init__.py").read_text())[1]
-DIGITS = ["scikit-learn"]
-NOTEBOOK = ["cloudpickle>=3"]
 
 setup(
     name="parwrap",
@@ -33,23 +31,23 @@ setup(
             "matplotlib",
             "pandas",
             "safetensors",
+            "scikit-learn",
             "tensorboard",
             "torchdata",
             "torchmetrics",
             "PyYAML",
+            "cloudpickle",
+            "ipykernel",
+            "jupyter_client",
             "ruff",
             "mypy",
-            "ipykernel",
-            *DIGITS,
-            *NOTEBOOK,
         ],
-        "notebook": NOTEBOOK,
-        "huggingface": ["datasets"],
-        "examples": DIGITS,
-        "bench": [],
+        "notebook": ["cloudpickle"],
         "kubeflow": ["PyYAML"],
         "ray": ["ray[train]>=2.60"],
-        "dali": ["nvidia-dali-cuda120>=2.4"],
+        "trackers": ["wandb", "mlflow-skinny"],
+        "examples": ["scikit-learn"],
+        "bench": ["accelerate", "lightning-fabric"],
     },
     entry_points={"pytest11": ["parwrap = parwrap.testing.plugin"]},
 )

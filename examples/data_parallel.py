@@ -1,40 +1,37 @@
-"""One process on several devices: the same training plainly, divided, and with outputs left where they are.
+"""Handwritten digits with batch norms, written for one device; one process may divide each batch over several.
 
 python examples/data_parallel.py
+python -m parwrap.run --data-parallel cpu,cpu --sync-bn examples/data_parallel.py
+python -m parwrap.run --data-parallel all --sync-bn --no-gather examples/data_parallel.py
 """
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-import parwrap
 
-DEVICES = list(range(torch.cuda.device_count())) if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
-
-
-def train(epochs=8):
+def main():
     torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     digits = load_digits()
-    device = torch.device("cuda" if torch.cuda.device_count() > 1 else "cpu")
-    images = torch.tensor(digits.data, dtype=torch.float32, device=device) / 16
-    labels = torch.tensor(digits.target, device=device)
-    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)).to(device)
+    images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10)
+    ).to(device)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(epochs):
-        for batch in torch.randperm(1500, device=device).split(100):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(3):
+        model.train()
+        for batch in torch.randperm(1500).split(64):
             optimizer.zero_grad()
-            loss = criterion(model(images[batch]), labels[batch])
+            loss = criterion(model(images[batch].to(device)), labels[batch].to(device))
             loss.backward()
             optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        return (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
+        model.eval()
+        with torch.no_grad():
+            right = model(images[1500:].to(device)).argmax(1).cpu() == labels[1500:]
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, accuracy {right.float().mean().item():.3f}")
 
 
 if __name__ == "__main__":
-    print(f"on one device: accuracy {train():.3f}")
-    divided = parwrap.data_parallel(device_ids=DEVICES)(parwrap.sync_bn(train))
-    print(f"on {', '.join(map(str, DEVICES))}: accuracy {divided():.3f}")
-    in_pieces = parwrap.data_parallel(device_ids=DEVICES, gather=False)(parwrap.sync_bn(train))
-    print(f"with outputs left there: accuracy {in_pieces():.3f}")
+    main()

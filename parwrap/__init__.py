@@ -8,60 +8,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parwrap.api import amp as _amp
-    from parwrap.api import data_parallel as _data_parallel
-    from parwrap.api import evaluate as _evaluate
-    from parwrap.api import every_rank_writes as _every_rank_writes
-    from parwrap.api import hogwild as _hogwild
-    from parwrap.api import rank_zero as _rank_zero
-    from parwrap.api import signatures
-    from parwrap.api import sync_bn as _sync_bn
-    from parwrap.api import uniform_length as _uniform_length
-    from parwrap.api.amp import amp_state
-    from parwrap.api.gather_with_grad import gather_with_grad
-    from parwrap.api.launch import launch
-    from parwrap.api.loaders import loaders
-    from parwrap.api.mean_over_ranks import mean_over_ranks
-    from parwrap.api.mixins import AccumulateMixin, AmpMixin, DistributedMixin, EvaluateMixin, SyncBNMixin, UniformLengthMixin
-    from parwrap.api.shard import replicate, shard
-    from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
-    from parwrap.group.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
-    from parwrap.group.group import is_rank_zero, local_rank, rank, world_size
+    from parwrap.data.lengths import UniformLengthBatchSampler
+    from parwrap.data.loaders import replicate, shard
+    from parwrap.data.padding import pad_collate
+    from parwrap.decorators import amp as _amp
+    from parwrap.decorators import data_parallel as _data_parallel
+    from parwrap.decorators import evaluate as _evaluate
+    from parwrap.decorators import hogwild as _hogwild
+    from parwrap.decorators import rank_zero as _rank_zero
+    from parwrap.decorators import signatures
+    from parwrap.decorators import sync_bn as _sync_bn
+    from parwrap.decorators import uniform_length as _uniform_length
+    from parwrap.decorators.amp import amp_state
+    from parwrap.decorators.batch_losses import gather_with_grad, mean_over_ranks
+    from parwrap.decorators.distributed import no_sync, same_draws
+    from parwrap.decorators.launch import launch
+    from parwrap.decorators.mixins import AccumulateMixin, AmpMixin, DistributedMixin
+    from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.options import Options as _Options
+    from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
+    from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
 
     accumulate: signatures.Accumulate
-    distributed: signatures.Distributed
+    distributed = signatures.decorator(_Options.__init__)
     amp = signatures.decorator(_amp.amp.__init__)
     data_parallel = signatures.decorator(_data_parallel.data_parallel.__init__)
     evaluate = signatures.decorator(_evaluate.evaluate.__init__)
-    every_rank_writes = signatures.decorator(_every_rank_writes.every_rank_writes.__init__)
     hogwild = signatures.decorator(_hogwild.hogwild.__init__)
+    every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
     rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
     rank_zero_only = signatures.decorator(_rank_zero.rank_zero_only.__init__)
     sync_bn = signatures.decorator(_sync_bn.sync_bn.__init__)
     uniform_length = signatures.decorator(_uniform_length.uniform_length.__init__)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
-    "parwrap.group.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
-    "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
-    "parwrap.api.accumulate": ("accumulate",),
-    "parwrap.api.amp": ("amp", "amp_state"),
-    "parwrap.api.data_parallel": ("data_parallel",),
-    "parwrap.api.distributed": ("distributed",),
-    "parwrap.api.evaluate": ("evaluate",),
-    "parwrap.api.every_rank_writes": ("every_rank_writes",),
-    "parwrap.api.gather_with_grad": ("gather_with_grad",),
-    "parwrap.api.hogwild": ("hogwild",),
-    "parwrap.api.launch": ("launch",),
-    "parwrap.api.loaders": ("loaders",),
-    "parwrap.api.mean_over_ranks": ("mean_over_ranks",),
-    "parwrap.api.rank_zero": ("rank_zero_first", "rank_zero_only"),
-    "parwrap.api.shard": ("replicate", "shard"),
-    "parwrap.api.sync_bn": ("sync_bn",),
-    "parwrap.api.uniform_length": ("uniform_length",),
-    "parwrap.group.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
-    "parwrap.api.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
+    "parwrap.data.lengths": ("UniformLengthBatchSampler",),
+    "parwrap.data.loaders": ("replicate", "shard"),
+    "parwrap.decorators.accumulate": ("accumulate",),
+    "parwrap.decorators.amp": ("amp", "amp_state"),
+    "parwrap.data.padding": ("pad_collate",),
+    "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
+    "parwrap.decorators.data_parallel": ("data_parallel",),
+    "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
+    "parwrap.decorators.evaluate": ("evaluate",),
+    "parwrap.decorators.launch": ("launch",),
+    "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin"),
+    "parwrap.decorators.hogwild": ("hogwild",),
+    "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
+    "parwrap.decorators.sync_bn": ("sync_bn",),
+    "parwrap.decorators.uniform_length": ("uniform_length",),
+    "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
+    "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -69,13 +69,12 @@ __all__ = [
     "AccumulateMixin",
     "AmpMixin",
     "DistributedMixin",
-    "EvaluateMixin",
     "LaunchError",
+    "LockstepError",
     "ParwrapError",
     "RankMismatchError",
     "RankZeroError",
-    "SyncBNMixin",
-    "UniformLengthMixin",
+    "UniformLengthBatchSampler",
     "UsageError",
     "accumulate",
     "all_ranks",
@@ -93,15 +92,17 @@ __all__ = [
     "hogwild",
     "is_rank_zero",
     "launch",
-    "loaders",
     "local_rank",
     "mean_over_ranks",
+    "no_sync",
+    "pad_collate",
     "rank",
     "rank_zero_first",
     "rank_zero_only",
     "reduce_mean",
     "reduce_sum",
     "replicate",
+    "same_draws",
     "shard",
     "sync_bn",
     "uniform_length",
@@ -110,8 +111,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return import_module("parwrap.data")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'parwrap' has no attribute {name!r}")
     value = getattr(import_module(_HOME_OF[name]), name)
@@ -120,4 +119,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "data"])
+    return sorted([*__all__, "__version__"])

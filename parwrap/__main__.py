@@ -8,7 +8,7 @@ COMMANDS = """\
 commands:
   python -m parwrap.run [options] train.py [its options]
                             run a plain training script on several ranks; --help lists the options
-  python -m parwrap.doctor  show what works on this machine, and each problem with its remedy
+  python -m parwrap.doctor  show what works here, what a launch would do, and each problem with its remedy
 """
 
 

@@ -5,13 +5,27 @@
     ParwrapError
     ├── UsageError          an invalid decorator, option or call (also a ValueError)
     ├── LaunchError         the ranks cannot be found or started
-    ├── RankMismatchError   the ranks disagree: different datasets or calls, or a missing rank
+    ├── RankMismatchError   the ranks disagree: different datasets, calls or weights, or a missing rank
+    │   └── LockstepError   the ranks are at different places of the script
     └── RankZeroError       rank 0 failed at what the other ranks were waiting for
 """
 
+from __future__ import annotations
+
+import re
 import sys
 
-__all__ = ["LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError", "explain"]
+__all__ = [
+    "LaunchError",
+    "LockstepError",
+    "ParwrapError",
+    "RankMismatchError",
+    "RankZeroError",
+    "UsageError",
+    "counted",
+    "explain",
+    "in_one_line",
+]
 
 
 class ParwrapError(Exception):
@@ -30,15 +44,54 @@ class RankMismatchError(ParwrapError):
     """The ranks disagree where they must agree, or one is missing."""
 
 
+class LockstepError(RankMismatchError):
+    """The ranks are at different places of the script, so that one would wait for something that another never does."""
+
+
 class RankZeroError(ParwrapError):
     """Rank 0 failed while the other ranks were waiting for its result."""
 
 
-def explain(error: BaseException) -> None:
-    """Add advice to a CUDA error on one of several ranks, on Python 3.11 and later."""
-    said = any("invalid device ordinal" in text for text in error.args if isinstance(text, str))
-    if said and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
+OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
+
+
+def explain(error: BaseException, part: int | None = None) -> None:
+    """Add advice to an error on one of several ranks, on Python 3.11 and later: on device numbers, and on fixed batch sizes.
+
+    Args:
+        error: the error.
+        part: the number of samples in this rank's part of a batch, if batches are divided.
+    """
+    if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
+        return
+    if any("invalid device ordinal" in text for text in error.args if isinstance(text, str)):
         error.add_note(
             "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "
             "'cuda:0'. To distinguish the ranks of a node, use parwrap.local_rank()."
         )
+    elif part is not None and isinstance(error, (RuntimeError, ValueError, IndexError)) and OF_SHAPES.search(in_one_line(error)):
+        error.add_note(
+            f'parwrap: with batch="global" this rank has a part of each batch, {counted(part, "sample")} of the last one. If a batch size '
+            'is fixed in the code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'
+        )
+
+
+def counted(number: int, what: str) -> str:
+    """``number`` of ``what``, a noun in the singular whose plural is regular.
+
+    >>> counted(1, "sample"), counted(2, "batch")
+    ('1 sample', '2 batches')
+    """
+    return f"{number} {what if number == 1 else what + ('es' if what.endswith(('ch', 's')) else 's')}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type of ``error`` and the first line of its message.
+
+    >>> in_one_line(ValueError("no data\\nin train.csv")), in_one_line(KeyboardInterrupt())
+    ('ValueError: no data', 'KeyboardInterrupt')
+    """
+    try:
+        return f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": ")
+    except Exception:  # in its own __str__
+        return type(error).__qualname__

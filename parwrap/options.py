@@ -1,4 +1,4 @@
-"""The options of ``@distributed``: their values, what the values mean, and which are refused. ``distributed.py`` applies them."""
+"""The options of ``@distributed``: their values, what these mean, and which are refused. ``decorators/distributed.py`` applies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError
 
-__all__ = ["CHOICES", "OF_STRATEGIES", "Options"]
+__all__ = ["CHOICES", "Options"]
 
 CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
@@ -29,18 +29,18 @@ CHOICES: dict[str, dict[Any, str]] = {
         "sqrt": "they are multiplied by the square root of the number of ranks",
     },
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
+    "draws": {
+        "by_pass": "each rank has random numbers of its own inside training passes, and all have the same outside",
+        "per_rank": "each rank has random numbers of its own from the first backward on, for loops that draw their batches by hand",
+    },
     "strategy": {
         "ddp": "gradients are averaged in every backward pass",
         "zero1": "like ddp, but each rank holds the optimizer state of only a part of the parameters",
+        "fsdp": "each rank holds a part of the parameters, the gradients and the optimizer state",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
-        "hogwild": "every rank steps separately, on parameters that all share in memory",
-        "fsdp": "each rank keeps a part of the parameters, gradients and optimizer states",
+        "hogwild": "each rank steps separately, without waiting, on weights that all ranks of a node share",
+        "parameter_server": "some ranks hold the weights and take the steps, with gradients from the other ranks, the workers",
         "none": "nothing is averaged, and every rank trains a separate model on all of the data",
-        "parameter_server": "the last ranks hold the parameters and take the steps with the gradients of the others",
-    },
-    "outer": {
-        None: "weights are averaged, without an outer optimizer",
-        "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
     },
     "compress": {
         None: "gradients are sent in full precision",
@@ -48,38 +48,31 @@ CHOICES: dict[str, dict[Any, str]] = {
         "fp16": "they are sent in float16",
         "powersgd": "each gradient matrix is approximated by the product of two small ones, which are sent",
     },
+    "outer": {
+        None: "weights are averaged, without an outer optimizer",
+        "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
+    },
+    "start_method": {
+        None: "ranks are forked from the calling process, or spawned once CUDA has started there",
+        "fork": "ranks inherit everything in this process, and compute with one thread each",
+        "spawn": "ranks are new interpreters, which receive what the function uses",
+    },
 }
 
-OF_STRATEGIES = (
-    "bucket_cap_mb",
-    "gradient_as_bucket_view",
-    "compress",
-    "powersgd_rank",
-    "every",
-    "warmup",
-    "outer",
-    "outer_lr",
-    "outer_momentum",
-    "lock",
-    "servers",
-    "staleness",
-    "survive",
-    "wrap",
-)
-"""The options that only some strategies have."""
+AVERAGING = ("ddp", "zero1", "local_sgd")
+OF_STRATEGIES = {
+    **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
+    "wrap": ("fsdp",),
+    **dict.fromkeys(("every", "warmup", "outer", "outer_lr", "outer_momentum"), ("local_sgd",)),
+    "lock": ("hogwild",),
+    **dict.fromkeys(("servers", "staleness"), ("parameter_server",)),
+}
+"""The options that only some strategies have, each with these."""
 
 
-def _counts(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
-
-
-def _several(things: object) -> tuple[Any, ...]:
-    return things if isinstance(things, tuple) and things else (things,)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of :class:`distributed`, checked."""
+    """The options of :class:`parwrap.distributed`, checked."""
 
     backend: str | None = None
     seed: int | None = None
@@ -87,12 +80,13 @@ class Options:
     uneven: str = "pad"
     lr: str = "keep"
     loss: str = "mean"
+    draws: str = "by_pass"
     strategy: str = "ddp"
-    bucket_cap_mb: float = 25
-    timeout: float | timedelta | None = None
+    bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
     compress: str | None = None
     powersgd_rank: int = 4
+    wrap: int | str | type | tuple[str | type, ...] | None = None
     every: int = 8
     warmup: int = 0
     outer: str | None = None
@@ -101,9 +95,9 @@ class Options:
     lock: bool = False
     servers: int = 1
     staleness: int | None = None
-    survive: bool = False
-    hang_after: float = 60
-    wrap: int | str | type | tuple[str | type, ...] | None = None
+    timeout: float | timedelta | None = None
+    nprocs: int | str | None = None
+    start_method: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -123,8 +117,46 @@ class Options:
             )
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise UsageError(f"seed={self.seed!r} is not an integer from 0 to 2**64 - 1.")
-        if not self.bucket_cap_mb > 0:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a positive number of megabytes.")
+        if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
+            raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds.")
+        for name, strategies in OF_STRATEGIES.items():
+            if self._given(name) and self.strategy not in strategies:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} has no effect with strategy={self.strategy!r}: remove it, or choose a strategy that "
+                    f"has this option: {', '.join(map(repr, strategies))}."
+                )
+        names = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
+        if not (self.wrap is None or _whole(self.wrap, 1) or all(isinstance(each, (str, type)) for each in names)):
+            raise UsageError(
+                f"wrap={self.wrap!r} does not say which modules strategy='fsdp' gathers one by one: use a positive number of parameters, a "
+                "class, the name of a class, or a tuple of classes and names."
+            )
+        if not (self.nprocs in (None, "gpu", "cpu", "auto") or _whole(self.nprocs, 1)):
+            raise UsageError(f"nprocs={self.nprocs!r} is not a positive number of ranks, nor 'gpu', 'cpu' or 'auto'.")
+        self._check_compression()
+        self._check_local_sgd()
+        self._check_separate_steps()
+
+    def _given(self, name: str) -> bool:
+        return getattr(self, name) != getattr(Options, name)
+
+    def _check_compression(self) -> None:
+        if not _whole(self.powersgd_rank, 1):
+            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
+        if self.powersgd_rank == 2:
+            raise UsageError(
+                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Use 1, or 3 "
+                "and above."
+            )
+        if self.compress != "powersgd" and self._given("powersgd_rank"):
+            raise UsageError(
+                f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or use "
+                "compress='powersgd'."
+            )
+
+    def _check_local_sgd(self) -> None:
         if not _whole(self.every, 1):
             raise UsageError(f"every={self.every!r} is not a positive integer.")
         if not _whole(self.warmup, 0):
@@ -133,34 +165,31 @@ class Options:
             raise UsageError(f"outer_lr={self.outer_lr!r} is not a positive learning rate.")
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"outer_momentum={self.outer_momentum!r} is not in the range [0, 1).")
-        if not _whole(self.powersgd_rank, 1):
-            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
-        if self.powersgd_rank == 2:
-            raise UsageError(
-                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Use 1, or 3 "
-                "and above."
-            )
-        if self.compress != "powersgd" and self.powersgd_rank != Options.powersgd_rank:
-            raise UsageError(
-                f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or use "
-                "compress='powersgd'."
-            )
-        if type(self.servers) is not int or self.servers < 1:
-            raise UsageError(f"servers={self.servers!r} is not a positive integer.")
-        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
-            raise UsageError(f"staleness={self.staleness!r} is not a non-negative integer. Remove it for no bound.")
-        if not (self.wrap is None or _counts(self.wrap) or all(isinstance(each, (str, type)) for each in _several(self.wrap))):
-            raise UsageError(
-                f"wrap={self.wrap!r} does not say which modules to shard as units with strategy='fsdp': use a positive number of "
-                "parameters, a class, a class name, or a tuple of classes and names."
-            )
-        if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
-            raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds.")
+        for name in ("outer_lr", "outer_momentum"):
+            if self._given(name) and self.outer is None:
+                raise UsageError(f"{name}={getattr(self, name)!r} is an option of the outer optimizer: add outer='nesterov', or remove it.")
+        for name, strategies in OF_STRATEGIES.items():
+            if self.strategy == "local_sgd" and not self.warmup and strategies is AVERAGING and self._given(name):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} applies only to averaged gradients, which strategy='local_sgd' has only during its "
+                    "warm-up: remove it, or set warmup= to a number of steps."
+                )
 
+    def _check_separate_steps(self) -> None:
         if not isinstance(self.lock, bool):
             raise UsageError(f"lock={self.lock!r} is neither True nor False.")
-        if not self.hang_after > 0:
-            raise UsageError(f"hang_after={self.hang_after!r} is not a positive number of seconds.")
+        if not _whole(self.servers, 1):
+            raise UsageError(f"servers={self.servers!r} is not a positive integer.")
+        if self.staleness is not None and not _whole(self.staleness, 0):
+            raise UsageError(f"staleness={self.staleness!r} is not a non-negative integer.")
+        if self.strategy == "hogwild" or (self.strategy == "parameter_server" and self.staleness != 0):
+            instead = "remove it" + (", or set staleness=0, with which workers step together" if self.strategy != "hogwild" else "")
+            for name, value in (("batch", "global"), ("uneven", "join"), ("loss", "sum"), ("lr", "linear"), ("lr", "sqrt")):
+                if getattr(self, name) == value:
+                    raise UsageError(
+                        f"{name}={value!r} says how ranks share a step, but with strategy={self.strategy!r} each rank steps by itself: "
+                        f"{instead}."
+                    )
 
     @property
     def patience(self) -> timedelta | None:
@@ -176,5 +205,5 @@ class Options:
         return {"keep": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[self.lr]
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

@@ -1,7 +1,7 @@
 """``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
 
 The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
-``launching/command/reexec.py`` decides when it has to restart.
+``launching/reexec.py`` decides when it has to restart.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from glob import glob
 from typing import TYPE_CHECKING, NoReturn
 
 from parwrap.errors import LaunchError
-from parwrap.launching.command.reexec import Reexec
-from parwrap.launching.elastic.fork_server import loading, start, stop
+from parwrap.launching.fork_server import loading, start, stop
+from parwrap.launching.reexec import Reexec
+from parwrap.ranks.world import detect
 from parwrap.torch_private.dynamo import DYNAMO
-from parwrap.world.world import detect
 
 if TYPE_CHECKING:
-    from parwrap.launching.command.plan import LaunchPlan
+    from parwrap.launching.plan import LaunchPlan
 
 __all__ = ["main"]
 
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _start_fork_server(argv)
     sys.path[:0] = working_directory
     from parwrap.errors import ParwrapError
-    from parwrap.group.device import cores, gpu_count
-    from parwrap.launching.command.plan import plan_launch
+    from parwrap.launching.plan import plan_launch
+    from parwrap.ranks.device import cores, gpu_count
 
     try:
         if _launcher_likely(argv):
-            from parwrap.launching.jobs.job import launch_job, requested_job
+            from parwrap.launching.jobs import launch_job, requested_job
 
             job = requested_job(argv, environ, cores())
             if job is not None:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if plan.torchrun.start_method == "forkserver" and not forks:
                 reexec.with_what_ranks_need()
                 _start_fork_server(argv)
-            from parwrap.launching.elastic.agent import launch
+            from parwrap.launching.agent import launch
 
             status = launch(plan)
             if is_command and sys.getprofile() is None:
@@ -76,15 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     reexec.as_plain_python()
-    from parwrap.launching.elastic.script_run import run_alone
+    from parwrap.launching.script import run_alone
 
     run_alone(plan.script)
     return 0
 
 
 def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
-    from parwrap.launching.command.plan import describe
-    from parwrap.launching.elastic.network_route import with_way
+    from parwrap.launching.plan import describe
+    from parwrap.launching.routes import with_way
 
     print(describe(with_way(plan, environ)))
     return 0
@@ -144,8 +144,7 @@ def _modules_needed(argv: Sequence[str]) -> list[str]:
     scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
-    modules = ["numpy.random", "parwrap.api.distributed", *([DYNAMO] if optimizes else [])]
-    return modules + (["parwrap.strategies.fsdp.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
+    return ["numpy.random", "parwrap.decorators.distributed", "parwrap.strategies.ddp", *([DYNAMO] if optimizes else [])]
 
 
 def _start_fork_server(argv: Sequence[str]) -> None:

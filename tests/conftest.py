@@ -7,9 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from command_line import environ, parwrap_run, script, started  # noqa: F401
 from inner_pytest import HEAD, Run
-from planning import scripts  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each rank would start processes that import torch, for one small kernel
@@ -19,11 +17,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run the tests that are marked slow too")
-
-
-def pytest_configure(config):
-    if config.getoption("--runslow"):
-        os.environ.setdefault("PARWRAP_PROGRAMS_FACTOR", "3")  # of the random searches, which read it when they are imported
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,12 +36,10 @@ def _temporary_files_are_of_this_pytest(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _pytest_is_as_brief_as_by_hand():
+def _pytest_is_as_brief_as_by_hand(monkeypatch):
     """On a CI machine pytest shows longer differences, also the one that a test has started."""
-    with pytest.MonkeyPatch.context() as patch:  # a test's own must pickle
-        patch.delenv("CI", raising=False)
-        patch.delenv("BUILD_NUMBER", raising=False)
-        yield
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("BUILD_NUMBER", raising=False)
 
 
 @pytest.fixture
@@ -58,15 +49,6 @@ def nothing_is_warned_of():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata calls
         yield
-
-
-@pytest.fixture
-def not_warned_yet():
-    """``amp`` has printed none of its one-time messages yet."""
-    from parwrap.precision.user_managed import stand_aside, warn_once
-
-    stand_aside.cache_clear()
-    warn_once.cache_clear()
 
 
 @pytest.fixture

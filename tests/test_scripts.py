@@ -1,9 +1,10 @@
-"""Plain scripts that have never heard of parwrap, on 1, 2 and 3 ranks: they end, ranks agree, the result is as good."""
+"""Plain scripts that have never heard of parwrap, with ``batch="global"`` on 1, 2 and 3 ranks: they train what one process trains."""
+
+from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
+import random
 import runpy
 import sys
 from pathlib import Path
@@ -12,71 +13,102 @@ import pytest
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
+DRAWN_IN_PASSES = {
+    *("batchnorm_dropout", "branch_between_two_backwards", "checkpointing", "gan", "stops_early_and_loads_the_best", "wgan_gp"),
+    *("workers_with_augmentation", "zipped_loaders"),
+}
+"""Dropout, noise and augmentation: each rank draws its own (rule 4)."""
+
+UNSEEDED = {"fresh_subset_each_epoch"}
+"""They draw from a generator of numpy without a seed, which differs from run to run."""
+
+BEFORE_A_NORM = {
+    "break_in_epoch": {"0.bias"},
+    "data_parallel": {"module.conv.bias"},
+    "freeze_and_unfreeze": {"backbone.0.bias"},
+}
+"""A batch norm subtracts the bias before it, so its gradient is zero up to rounding, of which Adam makes steps of full size."""
+
+ROUNDED = {"lbfgs_closure", "own_amp"}
+"""Half precision and line searches amplify the order of float sums."""
+
+LISTED = {"files_by_listdir"}
+"""``os.listdir`` is sorted on ranks (rule 8), and in the order of the file system in one process."""
+
+ROUTED = {"branches"}
+"""The way through the model depends on what is in the batch, of which a rank sees a part."""
+
+AS_GOOD = DRAWN_IN_PASSES | UNSEEDED | ROUNDED | LISTED | ROUTED
+
 
 def run(script, scope):
-    """What the script leaves behind and the name and value that it prints last, on its own directory and arguments."""
+    """What the script leaves behind and what it prints, on its own arguments."""
     printed = io.StringIO()
-    sys.argv = [str(script)]
-    with contextlib.redirect_stdout(printed), scope:
-        left = runpy.run_path(str(script), run_name="__main__")
-    return left, printed.getvalue().rstrip().rpartition("\n")[2].split()
+    before, sys.argv = sys.argv, [str(script)]
+    try:
+        with contextlib.redirect_stdout(printed), scope:
+            left = runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = before
+    model = left["model"]
+    return model if isinstance(model, dict) else model.state_dict(), printed.getvalue().splitlines()
 
 
-def by_itself(script, known):
-    """The keys of what the script trains without parwrap, and what it prints last; run once for all numbers of ranks."""
-    if not known.exists():
-        from parwrap.intercept.table import intercepting
-        from parwrap.session.hidden_launch import HiddenGroup
-
-        left, last_line = run(script, intercepting([HiddenGroup()]))  # the test's own group is none of the script's
-        known.write_text(json.dumps([list(state(left["model"])), *last_line]))
-    return json.loads(known.read_text())
+def parameters(state):
+    return {key: value for key, value in state.items() if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))}
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory):
-    return tmp_path_factory.mktemp("references")
-
-
-def state(model):
-    return model if isinstance(model, dict) else model.state_dict()
-
-
-def as_good(name, value, reference):
-    return value >= reference - 0.05 if name == "accuracy" else value <= 2 * reference + 0.02
+def is_as_good(name, value, reference):
+    return value >= reference - 0.06 if name == "accuracy" else value <= 2 * reference + 0.02
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(1, marks=[pytest.mark.ranks(1), pytest.mark.slow]),
-        pytest.param(2, marks=pytest.mark.ranks(2)),
-        pytest.param(3, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
+        pytest.param(1, marks=[pytest.mark.ranks(1, fresh=True), pytest.mark.slow]),
+        pytest.param(2, marks=pytest.mark.ranks(2, fresh=True)),
+        pytest.param(3, marks=[pytest.mark.ranks(3, fresh=True), pytest.mark.slow]),
     ],
 )
-def test_a_plain_script_trains_as_well_on_several_ranks(size, script, tmp_path, references):
+def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, monkeypatch):
+    import numpy as np
     import torch
 
     import parwrap
-    from parwrap.group.group import alone
+    from parwrap.decorators.distributed import HiddenGroup, script_scope
+    from parwrap.intercept.torch_calls import intercepting
+    from parwrap.ranks.group import alone
 
     for place in ("together", "by_itself"):
         (tmp_path / place).mkdir(exist_ok=True)
-    os.chdir(tmp_path / "together")
-    left, last_line = run(script, parwrap.distributed.script_scope())
-    trained = state(left["model"])
-    parameters = {key: value for key, value in trained.items() if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))}
-    for rank, others in enumerate(parwrap.gather(parameters)):
-        different = [key for key, value in others.items() if not torch.equal(value, parameters[key])]
+    streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    monkeypatch.chdir(tmp_path / "together")
+    with contextlib.ExitStack() as scopes:
+        scopes.enter_context(script_scope(batch="global"))
+        scopes.enter_context(parwrap.sync_bn())
+        state, printed = run(script, scopes)
+    trained = parameters(state)
 
-        assert (rank, []) == (rank, different)
+    for rank, theirs in enumerate(parwrap.gather(trained)):
+        assert (rank, []) == (rank, [key for key, value in theirs.items() if not torch.equal(value, trained[key])])
 
-    if parwrap.rank() == 0:
-        os.chdir(tmp_path / "by_itself")
-        with alone():
-            keys, name, value = by_itself(script, references / f"{script.stem}.json")
+    if parwrap.rank() > 0:
+        return
+    for set_state, kept in zip((torch.set_rng_state, np.random.set_state, random.setstate), streams, strict=True):
+        set_state(kept)
+    monkeypatch.chdir(tmp_path / "by_itself")
+    with alone():
+        expected, expected_lines = run(script, intercepting([HiddenGroup()]))
 
-        assert keys == list(trained)
-        assert name == last_line[0]
-        assert as_good(name, float(last_line[1]), float(value)), f"{name} {last_line[1]} on {size} ranks, {value} on one"
+    assert list(expected) == list(state)
+    if script.stem in UNSEEDED or (script.stem in AS_GOOD and size > 1):
+        name, value = printed[-1].split()
+        reference = expected_lines[-1].split()
+
+        assert name == reference[0]
+        assert is_as_good(name, float(value), float(reference[1]))
+    else:
+        for key in parameters(expected).keys() - BEFORE_A_NORM.get(script.stem, set()):
+            value = expected[key]
+            torch.testing.assert_close(trained[key], value, rtol=1e-3, atol=2e-4, msg=lambda text, key=key: f"{key}: {text}")

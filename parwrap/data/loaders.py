@@ -1,242 +1,656 @@
-"""The interceptor of loaders: a training pass gives this rank its share, any other pass gives every rank the whole loader.
+"""Which passes over a DataLoader train, what each rank reads of them, and how long they are (contract, rules 2 and 3).
 
-So printed metrics are those of a single process. This file has the regular pass: it begins, returns batches and ends. ``training_share.py``
-chooses the samples of a share, and ``pass_history.py`` guesses what a pass is for. Other files handle rare cases:
-
-- ``first_batch.py``: the pass turns out to be for something else, or is read for one batch;
-- ``end_of_share.py``: nothing was trained by the end of the share;
-- ``open_doubts.py``: the pass may be trained on after its end;
-- ``unexpected_training.py``: the script trains on a loader that is read whole;
-- ``dropped_gradients.py``: gradients are read rather than trained with;
-- ``early_lengths.py``: the script asks for the length before the first pass.
+The rules come first, as functions that touch nothing. ``Loaders`` asks them when a pass begins, which is at its first ``next``.
 """
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.coordination.call_site import warn
-from parwrap.data.dropped_gradients import DroppedGradients
-from parwrap.data.early_lengths import EarlyLengths
-from parwrap.data.end_of_share import EndOfShare
-from parwrap.data.first_batch import FirstBatch
-from parwrap.data.iterables import world_size_asked
-from parwrap.data.known_positions import KnownPositions
-from parwrap.data.loader_position import MARK
-from parwrap.data.looking import ShareThenRest
-from parwrap.data.open_doubts import OpenDoubts
-from parwrap.data.pass_history import LoaderHistory, OpenPass, PassHistories
-from parwrap.data.passes import Pass
-from parwrap.data.running_numbers import RunningNumbers
-from parwrap.data.samplers import samples_in
-from parwrap.data.sharing_options import Sharing, TrainingData, is_private
-from parwrap.data.training_share import TrainingShares
-from parwrap.data.unexpected_training import watch_for_training
-from parwrap.group.group import Group
-from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.loop.batch_weights import Weighed
-from parwrap.loop.loop_state import Loop
-from parwrap.loop.random_streams import RandomStreams
-from parwrap.system.progress_bars import write_line
-from parwrap.system.structures import tensors_in
+from parwrap.checks.same_data import Held, data_digits, held_by
+from parwrap.data.samplers import (
+    DealtBatches,
+    SplitBatches,
+    batches_by_size,
+    copied_with,
+    distributed_sampler,
+    divides_itself,
+    is_plain,
+    refuse_nothing,
+    resampled,
+    samples_in,
+    share_length,
+    shuffles,
+)
+from parwrap.data.stateful import Reading, forwarded_states, take_state
+from parwrap.data.streams import Part, part_of_stream
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop import random_streams
+from parwrap.loop.optimizers import Optimizers
+from parwrap.loop.passes import Pass, Passes
+from parwrap.options import Options
+from parwrap.places import Place, script_place, warn
+from parwrap.ranks.group import Group, is_alone
+from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders"]
+__all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share", "trains"]
 
-Instead = Callable[[bool], Pass | None]
-"""A function that returns the pass that replaces a begun one, or the same pass.
+ANOTHER_LOADER = 1_000_003
+"""Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
 
-Its argument says whether the first batch is the only one.
-"""
+_sharded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+_replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+"""What users have said about loaders, in any scope."""
+
+
+def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:
+    """Whether a pass that begins now is a training pass (rule 2).
+
+    Args:
+        gradients_on: whether gradients are on.
+        optimizer_built: whether the script has built an optimizer.
+        in_eval: whether the models of the optimizers at work are in eval mode.
+
+    >>> trains(gradients_on=True, optimizer_built=True, in_eval=False), trains(gradients_on=True, optimizer_built=True, in_eval=True)
+    (True, False)
+    """
+    return gradients_on and optimizer_built and not in_eval
+
+
+def shows_share(*, last_trained: bool | None, gradients_on: bool, in_eval: bool, shuffled: bool) -> bool:
+    """Whether ``len(loader)`` is that of a share, if no pass is open on the loader (rule 3).
+
+    Args:
+        last_trained: whether its last pass was a training pass; ``None`` before the first.
+        gradients_on: whether gradients are on.
+        in_eval: whether the models of the optimizers at work are in eval mode.
+        shuffled: whether the loader reads in any other order than that of its dataset.
+
+    >>> shows_share(last_trained=None, gradients_on=True, in_eval=False, shuffled=True)
+    True
+    >>> shows_share(last_trained=None, gradients_on=True, in_eval=False, shuffled=False)
+    False
+    """
+    if last_trained is not None:
+        return last_trained
+    return shuffled and gradients_on and not in_eval
+
+
+def shard(loader: DataLoader) -> DataLoader:
+    """Say that every pass over ``loader`` trains: each rank reads its share, also before an optimizer is built or in eval mode.
+
+    Args:
+        loader: the loader.
+
+    Returns:
+        The same loader.
+
+    >>> loader = DataLoader(range(4))
+    >>> shard(loader) is loader
+    True
+    """
+    return _said("shard", loader, _sharded, _replicated)
+
+
+def replicate(loader: DataLoader) -> DataLoader:
+    """Say that every rank reads all of ``loader``, also in training passes.
+
+    Args:
+        loader: the loader.
+
+    Returns:
+        The same loader.
+
+    >>> loader = DataLoader(range(4))
+    >>> replicate(loader) is loader
+    True
+    """
+    return _said("replicate", loader, _replicated, _sharded)
+
+
+def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: weakref.WeakSet[DataLoader]) -> DataLoader:
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"parwrap.{name}() takes a torch DataLoader, not {type(loader).__name__}: wrap the data in DataLoader(...) first.")
+    others.discard(loader)
+    these.add(loader)
+    return loader
+
+
+def marked_like(copy: DataLoader, loader: DataLoader) -> None:
+    """Mark ``copy`` as sharded or replicated if ``loader`` is."""
+    for marked in (_sharded, _replicated):
+        if loader in marked:
+            marked.add(copy)
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is known about a loader.
+
+    Attributes:
+        seed: the seed of its share; ``None`` before its first training pass.
+        epoch: the number of its training passes.
+        last: its last pass.
+        open: its open passes, the innermost last.
+        given: a length that was given before its first training pass, and where.
+        whole_at: lines that read it without a backward: everything is read there.
+        copy: the copy that is read, if its workers persist or if it has a state.
+        held: hashes of what it reads.
+        iterated: the last iterator made over it, whose pass may not have begun yet.
+    """
+
+    seed: int | None = None
+    epoch: int = 0
+    last: Pass | None = None
+    open: list[Pass] = field(default_factory=list)
+    given: tuple[int, Place] | None = None
+    whole_at: set[Place] = field(default_factory=set)
+    copy: DataLoader | None = None
+    held: Held | None = None
+    iterated: weakref.ref[_Iteration] | None = None
 
 
 class Loaders(Interceptor):
-    """Splits the loaders of a loop.
+    """Gives each rank its share of training passes, and everything of all other passes.
 
     Args:
-        group: the ranks; ``None`` for a single rank.
-        loop: what the training loop has done so far.
-        streams: the random streams.
-        sharing: a function that returns the current sharing options.
-        began: a function, called at the first training pass.
-
-    Attributes:
-        streams: the random streams.
-        positions: the positions of training passes.
-        numbers: the object that detects numbers of one rank that the script uses as if they covered all ranks.
+        group: the ranks.
+        options: a function that returns the options of the innermost running function.
+        passes: the open passes.
+        optimizers: the optimizers of the script.
+        begins: called when a pass begins, with whether it trains.
+        say: prints a line on rank 0.
     """
 
     def __init__(
         self,
-        group: Group | None,
-        loop: Loop,
-        streams: RandomStreams,
-        sharing: Callable[[], Sharing],
-        began: Callable[[TrainingData], None],
+        group: Group,
+        options: Callable[[], Options],
+        passes: Passes,
+        optimizers: Optimizers,
+        begins: Callable[[bool], None],
+        say: Callable[[str], None],
     ) -> None:
-        self._loop, self.streams, self._sharing = loop, streams, sharing
-        self._size = group.world.size if group else 1
-        self._say = _warn if group else _ignore  # a single rank misses nothing
-        self._shares = TrainingShares(group, streams, sharing, began)
-        self.positions = KnownPositions(streams, self._shares)
-        self.numbers = RunningNumbers(self._size, write_line if group and group.world.rank == 0 else _ignore)
-        self._histories = PassHistories(loop, self._shares)
-        self._lengths = EarlyLengths(loop, self._shares, self._histories)
-        self._doubts = OpenDoubts(loop, self._histories, self._say)
-        self._dropped = DroppedGradients(loop, self._say)
-        self._first_batch = FirstBatch(loop, streams, self._shares, self._histories, self._lengths, self.positions)
-        self._end_of_share = EndOfShare(loop, self._shares, self._histories, self._doubts, self.positions, self.numbers, self._say)
+        self._rank, self._size = group.world.rank, group.world.size
+        self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
+        self._thread = threading.get_ident()
+        self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
+        self._seedings, self._loaders = 0, 0
+        self._said: set[Place] = set()
+        self._begins = begins
+        self._collector: int | None = None  # the thread in which the garbage collector runs
+        self._undo = ExitStack()
+        self._undo.enter_context(forwarded_states(self._reading, self._resume))
+        gc.callbacks.append(self._note_collection)
+        self._undo.callback(gc.callbacks.remove, self._note_collection)
 
-    @intercepts
+    # passes
+
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Begin a pass over ``loader``."""
-        if is_private():
+        if get_worker_info() is not None or is_alone():
             return original(loader)
-        if self._loop.parts:  # ``@evaluate`` has split it already
-            return self._look(loader, original)
+        made = _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
+        self.known(loader).iterated = weakref.ref(made)
+        return made
 
-        # does it train?
-        history = self._histories.of(loader)
-        if not torch.is_grad_enabled():
-            return self._look(loader, original, instead=lambda only_one: self._lengths.check(loader, history, trains=False))
-        self._doubts.resolve(history)
-        trains, before = self._histories.may_train(loader, history), replace(history)
+    def begin(self, iteration: _Iteration) -> None:
+        """Decide what ``iteration`` reads, and begin its pass."""
+        loader, place = iteration.loader, iteration.place
+        assert loader is not None
+        iteration.known = known = self.known(loader)
+        if loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
+            iteration.workers_seed = self._workers_seed(loader)
+        self._note_line_that_begins_again(known, place)
+        training = self._trains(loader, known, place)
+        shared = training and loader not in _replicated
+        for each in list(known.open):
+            if training or not each.trains:
+                self._leave(known, each)
+        if not training or self.in_loop():
+            self._begins(training)
+        opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
+        opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
+        iteration.opened, known.last = opened, opened
+        if shared:
+            self._begin_share(iteration, loader, known, opened)
+        else:
+            opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
+            with self._drawing(random_streams.NONE), _seeding_workers(loader, iteration.workers_seed):
+                iteration.batches = iteration.original(loader)
+            reads_own = training and self._reads_by_python(loader)
+            iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
+        opened.backwards_before, opened.whole = self._passes.backwards, _samples(loader)
+        self.go_on(iteration)
+        self._open.add(iteration)
+        iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
-        # decided again at the first batch, which may replace the pass
-        begin, look = partial(self._begin, loader, original, history), partial(self._look, loader, original)
-        return begin(trains, partial(self._first_batch.instead, loader, history, before, trains, begin, look))
+    def _trains(self, loader: DataLoader, known: _Known, place: Place) -> bool:
+        """Whether a pass over ``loader`` that begins now trains."""
+        return loader in _sharded or (
+            place not in known.whole_at
+            and trains(
+                gradients_on=torch.is_grad_enabled(),
+                optimizer_built=self._optimizers.were_built,
+                in_eval=self._optimizers.evaluate(),
+            )
+        )
 
-    def _begin(self, loader: DataLoader, original: Callable, history: LoaderHistory, trains: bool, instead: Instead | None = None) -> Pass:
-        """Iterate over this rank's share if the pass ``trains``, otherwise over the whole loader."""
-        history.trains, history.phase = trains, self._loop.phase
-        if trains:
-            return self._train(loader, original, history, instead)
-        return self._look(loader, original, watch_for_training(self._loop, history, self._say), instead)
+    def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
+        if self._options().uneven == "drop":
+            refuse_nothing(loader, self._size)
+        with self._drawing(random_streams.NONE):
+            seed = self._seed(loader, known)
+            share, opened.weights = self._share(loader, known, seed)
+            own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank  # workers of a stream draw alike on all ranks
+            workers_seed = None if iteration.workers_seed is None else iteration.workers_seed + own
+            known.held = held_by(loader) if known.held is None else known.held
+            opened.data = data_digits(loader, known.held, seed, known.epoch)
+            self._check_length(loader, known, opened)
+            with _seeding_workers(share, workers_seed):
+                iteration.batches = iteration.original(share)
+        take_state(loader)
+        if loader.persistent_workers or hasattr(loader, "state_dict"):
+            known.copy = share
+        known.epoch += 1
+        if isinstance(loader.dataset, IterableDataset):
+            iteration.reading = random_streams.NONE
+        else:
+            iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
 
-    def _train(self, loader: DataLoader, original: Callable, history: LoaderHistory, instead: Instead | None) -> Pass:
-        """Iterate over this rank's share, in a pass that may train."""
-        position, history.looked_phase = self.positions.begin(loader), None
-        share, weights = self._shares.batches(loader, original, position)
-        self._loop.opened_pass()
-        training = OpenPass(loader, original, history, position, self._sharing(), weights, self._loop)
-        batches = share
-        if not self._shares.reads_all(loader):
-            rest, trained = partial(self._end_of_share.rest, training), partial(self._end_of_share.trained, training)
-            batches = training.batches = ShareThenRest(share, training.unread, lambda: self._loop.backwards, rest, trained)
-            self.numbers.trains(loader.dataset)
-        return Pass(batches, partial(self._ended, training), partial(self._drew, training), self._loop.reads_in_for, instead)
+    def go_on(self, iteration: _Iteration) -> None:
+        """Open the pass of ``iteration``, which begins, or is read on after another pass over its loader has ended it."""
+        opened, known = iteration.opened, iteration.known
+        assert opened is not None
+        assert known is not None
+        known.open.append(opened)
+        self._passes.begin(opened)
 
-    def _drew(self, training: OpenPass, batch: Any) -> None:
-        """Return a batch of a pass that may train."""
-        samples = samples_in(batch)
-        self._loop.drew_batch(samples=samples)
-        if training.looks:
+    def _leave(self, known: _Known, opened: Pass) -> None:
+        """End a pass that may be read on: its loader begins another one, and the script may hold its iterator for nothing."""
+        known.open.remove(opened)
+        self._passes.end(opened)
+        if opened.trains:
+            self._optimizers.ended_pass()
+
+    def _note_line_that_begins_again(self, known: _Known, place: Place) -> None:
+        """Note a line that has dropped a training pass without a backward and begins it again."""
+        last = known.last
+        if last is not None and last.shared and last.place == place and not last.exhausted and last not in known.open:
+            self._note_unused(known, last)
+
+    def end(self, iteration: _Iteration, exhausted: bool) -> None:
+        """End the pass of ``iteration``."""
+        opened, known = iteration.opened, iteration.known
+        assert opened is not None
+        assert known is not None
+        opened.exhausted = exhausted
+        if opened in known.open:
+            self._leave(known, opened)
+        if self.in_loop():
+            self._passes.draw()
+        if not opened.shared:
             return
-        training.in_for = training.in_for or self._loop.passes_in_for > 0
-        training.position.drew()
-        if training.gradient is None and self._loop.backwards > training.backwards:
-            self._dropped.note(training)
-        if training.weights is not None:
-            weight, sharing = training.weights.popleft(), training.sharing
-            factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
-            self._loop.weights.draw(training.weighed, Weighed(weight, factor, samples, split), tensors_in(batch))
+        if exhausted:
+            self._note_unused(known, opened)
+        if opened.drawn and opened.place not in self._said and self._passes.backwards > opened.backwards_before:
+            self._said.add(opened.place)
+            of = f" of {opened.whole}" if opened.whole is not None else ""
+            self._say(
+                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks; add up what is summed over a pass with "
+                "parwrap.reduce_sum"
+            )
 
-    def _ended(self, training: OpenPass, exhausted: bool) -> None:
-        """Handle the end of a pass that may train, whether it ended, failed or was dropped."""
-        history, loop, position, batches = training.history, self._loop, training.position, training.batches
-        if training.looks:
-            position.looked_at -= 1
-            loop.closed_evaluation()
+    def _note_unused(self, known: _Known, opened: Pass) -> None:
+        """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
+        if not opened.drawn or self._passes.backwards > opened.backwards_before or opened.place in known.whole_at or opened.said:
+            return
+        known.whole_at.add(opened.place)
+        known.epoch -= 1
+        warn(
+            f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
+            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
+            "you keep the batches to train on them later, write parwrap.shard(loader)."
+        )
+
+    def in_loop(self) -> bool:
+        """Whether the thread of the loop runs this code. Only it switches streams, because torch's is the whole process's."""
+        return threading.get_ident() == self._thread
+
+    def drops(self) -> bool:
+        """Whether the script drops an iterator that is finalized now; not the garbage collector, which runs at other times on each rank."""
+        return threading.get_ident() != self._collector
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        self._collector = threading.get_ident() if phase == "start" else None
+
+    # what a rank reads
+
+    def _share(self, loader: DataLoader, known: _Known, seed: int) -> tuple[DataLoader, deque[float] | None]:
+        """The copy of ``loader`` that this rank reads, and the weights of its batches as they are drawn."""
+        options, rank, size = self._options(), self._rank, self._size
+        if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
+            return self._continued(known.copy, known.epoch)
+        if isinstance(loader.dataset, IterableDataset):
+            share = copied_with(loader, **part_of_stream(loader, rank, size, options))
+            return share, deque() if isinstance(getattr(share.collate_fn, "size", None), int) else None
+        sampler = _sampler(loader)
+        if divides_itself(sampler, rank, size):
+            self._refuse_global(loader, sampler)
+            return copied_with(loader), None
+        divides = loader.batch_size is not None or loader.batch_sampler is not None
+        together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
+        batches: Any = None
+        if type(sampler) is DistributedSampler or (is_plain(loader) and not together):
+            dealt = not (together or batches_by_size(loader))
+            batches = resampled(loader, self._distributed(loader, sampler, seed, known.epoch, 1 if together or dealt else size))
+            if dealt:
+                batches = DealtBatches(_SharedDraws(batches, self), rank, size, options.uneven)
         else:
-            if batches is not None and not (batches.read or exhausted):
-                position.take_back(training.epoch)  # it read nothing
-            else:
-                position.end()
-            loop.closed_pass()
-        loop.weights.close(training.weighed, broken_off=not (exhausted or training.looks))
-        if loop.backwards > training.backwards:
-            self._histories.trained_passes += 1
-            self._dropped.check(training)
-            self._lengths.check(training.loader, history, trains=True)
-            history.has_trained, history.given_lengths = True, None
-            self.numbers.ended(training.loader.dataset)
+            draws = sampler if loader.batch_sampler is None else loader.batch_sampler
+            if together and options.batch != "global":
+                draws = BatchSampler(sampler, (loader.batch_size or 1) * size, loader.drop_last)
+            if not together and hasattr(draws, "for_ranks"):  # it puts batches of similar length into a step
+                draws = draws.for_ranks(size)
+            batches = _SharedDraws(draws, self)
+            if not together:
+                batches = DealtBatches(batches, rank, size, options.uneven)
+        if together:
+            batches = SplitBatches(batches, rank, size)
+        share = copied_with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": batches})
+        return share, getattr(batches, "weights", None)
+
+    def _refuse_global(self, loader: DataLoader, sampler: Any) -> None:
+        """Refuse to divide each batch of a sampler that has divided the dataset already."""
+        if self._options().batch == "global" and (loader.batch_size or loader.batch_sampler) is not None:
+            raise UsageError(
+                f'batch="global" divides each batch among the ranks, but the {type(sampler).__name__} of a DataLoader has divided the '
+                "dataset already, in its own way. Make it with num_replicas=1 and rank=0, so that every rank draws the whole batches."
+            )
+
+    def _distributed(self, loader: DataLoader, sampler: Any, seed: int, epoch: int, size: int) -> DistributedSampler:
+        """Torch's sampler for this rank: for a plain loader as ``DistributedSampler(seed)``, else a copy of the script's own."""
+        rank, uneven = self._rank if size > 1 else 0, self._options().uneven
+        if isinstance(sampler, DistributedSampler):
+            own: DistributedSampler = DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, sampler.seed, sampler.drop_last)
+            epoch = sampler.epoch
         else:
-            self._doubts.ended_without_backward(training, exhausted)
-        training.batches = None
+            own = distributed_sampler(loader, rank, size, seed, uneven)
+        own.set_epoch(epoch)
+        return own
 
-    def _look(
-        self, loader: DataLoader, original: Callable, watch: Callable[[], None] = lambda: None, instead: Instead | None = None
-    ) -> Pass:
-        """Iterate without training: every rank reads everything, or its part in ``@evaluate``. Call ``watch`` after each batch and at the
-        end."""
-        if self._loop.drawing():
-            self._shares.take_first(loader)
-        with self.streams.shared():  # a loader with workers immediately reads ahead
-            batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
-        self._loop.opened_evaluation()
-        self.numbers.looks(loader.dataset)
-        self._histories.of(loader).looked_phase = self._loop.phase
-        position = self.positions.of(loader)
-        position.looked_at += 1
+    def _continued(self, share: DataLoader, epoch: int) -> tuple[DataLoader, deque[float] | None]:
+        """The copy whose workers persist, for the next epoch."""
+        sampler = getattr(share.batch_sampler, "sampler", share.sampler)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+        return share, getattr(share.batch_sampler, "weights", None)
 
-        def drawn(batch: Any) -> None:
-            self._loop.drew_batch(whole)
-            watch()
+    def _workers_seed(self, loader: DataLoader) -> int | None:
+        """The seed of workers, drawn as torch draws it when an iterator is made; workers that persist keep theirs."""
+        known = self._known.get(loader)
+        copy = None if known is None else known.copy
+        if kept_iterator(loader) is not None or (copy is not None and kept_iterator(copy) is not None):
+            return None
+        with self._drawing(random_streams.NONE):
+            return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
-        def closed(exhausted: bool) -> None:
-            position.looked_at -= 1
-            self._loop.closed_evaluation()
-            watch()
+    def _seed(self, loader: DataLoader, known: _Known) -> int:
+        """The seed of this loader's share: that of the shared streams or of its generator, and another one for each further loader."""
+        if self._seedings != self._passes.streams.seedings:
+            self._seedings, self._loaders = self._passes.streams.seedings, 0
+        if known.seed is None:
+            generator = getattr(_sampler(loader), "generator", None) or loader.generator
+            seed = self._passes.streams.seed() if generator is None else generator.initial_seed()
+            known.seed = (seed + ANOTHER_LOADER * self._loaders) % 2**62
+            self._loaders += 1
+        return known.seed
 
-        return Pass(batches, closed, drawn, instead=instead)
+    def _drawing(self, own: frozenset[str]) -> Any:
+        return self._passes.streams.used(own if self.in_loop() else random_streams.NONE)
 
-    @intercepts
+    def _reads_by_python(self, loader: DataLoader) -> bool:
+        """Whether samples are read in this process by code that may draw random numbers; torch's own datasets never do."""
+        return loader.num_workers == 0 and not (loader.collate_fn is default_collate and _draws_nothing(loader.dataset))
+
+    # lengths
+
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """Return ``len(loader)``, of the part that this rank reads."""
         whole = original(loader)
-        return whole if is_private() or self._loop.parts else self._lengths.length(loader, whole)
+        if get_worker_info() is not None or is_alone() or loader in _replicated:
+            return whole
+        known = self.known(loader)
+        if known.open:
+            return self._share_length(loader, whole) if known.open[-1].shared else whole
+        iterated = None if known.iterated is None else known.iterated()
+        if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
+            return self._share_length(loader, whole) if self._trains(loader, known, iterated.place) else whole
+        gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
+        shared = loader in _sharded or shows_share(
+            last_trained=None if known.last is None else known.last.shared,
+            gradients_on=gradients_on,
+            in_eval=in_eval,
+            shuffled=not isinstance(loader.dataset, IterableDataset) and shuffles(loader),
+        )
+        length = self._share_length(loader, whole) if shared else whole
+        if known.last is None:
+            known.given = length, script_place()
+        return length
 
-    @intercepts
-    def loader_state(self, loader: DataLoader, original: Callable[[], dict]) -> dict:
-        """Return ``state_dict()`` of a stateful loader. If the loader is split, its own iterator is not the one that is read."""
-        return original() if is_private() or not self._histories.will_train(loader) else self.positions.of(loader).state_dict()
+    def _share_length(self, loader: DataLoader, whole: int) -> int:
+        sampler = _sampler(loader)
+        divides = loader.batch_size is not None or loader.batch_sampler is not None
+        together = divides and self._options().batch == "global"
+        if divides_itself(sampler, self._rank, self._size):
+            return whole
+        if type(sampler) is DistributedSampler:
+            divided = batches_by_size(loader) and not together
+            ranks = self._size if divided else 1
+            whole = len(resampled(loader, DistributedSampler(sampler.dataset, ranks, 0, drop_last=sampler.drop_last)))
+            if divided:
+                return whole
+        if not together and (arranged := getattr(loader.batch_sampler, "for_ranks", None)):
+            whole = len(arranged(self._size))
+        return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
-    @intercepts
-    def load_loader_state(self, loader: DataLoader, original: Callable[[dict], None], state: dict) -> None:
-        """Run ``load_state_dict(state)`` of a stateful loader."""
-        if isinstance(state, dict) and MARK in state:
-            self.positions.of(loader).load_state_dict(state)
-        else:
-            original(state)
+    def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:
+        """Name a length that was given before the first training pass and is not that pass's: a schedule may have been built from it."""
+        given, known.given = known.given, None
+        if given is None or known.epoch:
+            return
+        length, place = given
+        try:
+            now = self._share_length(loader, DATALOADER_LENGTH(loader))
+        except TypeError:  # a stream without a length
+            return
+        if now != length:
+            warn(
+                f"parwrap: len(loader) was {length} at {place}, before the loader was trained on, but the training pass at {opened.place} "
+                f"has {now} batches on each rank. A schedule of {length} steps is wrong. Write loader = parwrap.shard(loader) where the "
+                "loader is made, so that its length is that of a share from the beginning."
+            )
 
-    @intercepts
-    def world_size_asked(self) -> None:
-        """Record that code asks for the number of ranks: a dataset that does this shards itself."""
-        world_size_asked()
+    def known(self, loader: DataLoader) -> _Known:
+        """What is known about ``loader``."""
+        return self._known.setdefault(loader, _Known())
 
-    def agree(self, loader: DataLoader) -> None:
-        """Make all ranks hold the same samples behind ``loader``, because each is about to read a part of it."""
-        self._lengths.check(loader, self._histories.of(loader), trains=False)
-        self._shares.agree(loader)
+    def _reading(self, loader: DataLoader) -> Reading:
+        known = self.known(loader)
+        last = known.last
+        if last is None or not last.shared:
+            return Reading(None, known.epoch, known.seed)
+        return Reading(known.copy, known.epoch - (not last.exhausted), known.seed)
 
-    def left(self) -> None:
-        """Resolve open doubts at the end of the function or script."""
-        self._doubts.resolve_all()
+    def _resume(self, loader: DataLoader, epoch: int, seed: int | None) -> None:
+        known = self.known(loader)
+        known.epoch, known.seed, known.copy = epoch, seed, None
 
     def close(self) -> None:
-        """Close the loaders at the end of the session. Passes that outlive it continue unchanged."""
-        self._first_batch.close()
-        self._shares.close()
+        """Let passes that outlive the scope read on, without switching streams."""
+        self._undo.close()
+        for iteration in list(self._open):
+            iteration.detach()
 
 
-def _warn(text: str) -> None:
-    warn(f"parwrap: {text}")
+DATALOADER_LENGTH = DataLoader.__len__
+"""Torch's own function, which bypasses the patches."""
 
 
-def _ignore(text: str) -> None:
-    pass
+class _Iteration:
+    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped."""
+
+    def __init__(
+        self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place, workers_seed: int | None
+    ) -> None:
+        self.workers_seed = workers_seed
+        self.loader: DataLoader | None = loader
+        self._weakly, self.original, self.place = weakref.ref(loader), original, place
+        self.known: _Known | None = None
+        self._loaders: Loaders | None = loaders
+        self._passes = loaders._passes
+        self.opened: Pass | None = None
+        self.batches: Iterator | None = None
+        self.reading: frozenset[str] = random_streams.NONE
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __len__(self) -> int:
+        loader = self._weakly()
+        return 0 if loader is None else len(loader)
+
+    def __next__(self) -> Any:
+        loaders = self._loaders
+        if loaders is None:
+            batch = next(self.batches if self.batches is not None else iter(()))
+            return batch.batch if type(batch) is Part else batch
+        begins = self.batches is None
+        if begins:
+            loaders.begin(self)
+        elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
+            loaders.go_on(self)
+        if loaders.in_loop():
+            before = self._passes.streams.use(self.reading)
+            batch = self._read()
+            if begins or before is not self.reading:
+                self._passes.draw()
+        else:
+            batch = self._read()
+        opened = self.opened
+        if opened is not None and opened.trains:
+            if type(batch) is Part:
+                opened.weights.append(batch.weight)  # type: ignore[union-attr]
+                batch = batch.batch
+            self._passes.drew(opened, samples_in(batch))
+        return batch
+
+    def _read(self) -> Any:
+        try:
+            return next(self.batches)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.close(exhausted=isinstance(error, StopIteration))
+            raise
+
+    def close(self, exhausted: bool) -> None:
+        """End the pass."""
+        loaders = self.detach()
+        if loaders is not None and self.opened is not None:
+            self.batches = iter(())
+            loaders.end(self, exhausted)
+
+    def detach(self) -> Loaders | None:
+        """Read on without a scope."""
+        loaders, self._loaders = self._loaders, None
+        return loaders
+
+    def __del__(self) -> None:
+        loaders = getattr(self, "_loaders", None)
+        if loaders is not None and loaders.drops():
+            self.close(exhausted=False)
+
+
+@contextmanager
+def _seeding_workers(loader: DataLoader, seed: int | None) -> Iterator[None]:
+    """Make the iterators over ``loader`` that begin in the block seed their workers with a seed that was drawn before."""
+    before = loader.generator
+    if seed is not None:
+        loader.generator = torch.Generator().manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        loader.generator = before
+
+
+class _SharedDraws:
+    """Draws each item of a sampler on the shared streams, so that all ranks draw the same.
+
+    Torch's own samplers draw when they begin; any other may draw for every item.
+    """
+
+    def __init__(self, indices: Any, loaders: Loaders) -> None:
+        self._indices, self._loaders = indices, weakref.ref(loaders)
+        sampler = getattr(indices, "sampler", indices)
+        self._draws_once = all(type(each).__module__.startswith("torch.utils.data") for each in (indices, sampler))
+
+    def __iter__(self) -> Iterator:
+        loaders, nothing, first = self._loaders(), object(), True
+        if loaders is None:
+            yield from self._indices
+            return
+        with loaders._drawing(random_streams.NONE):
+            indices = iter(self._indices)
+        while True:
+            if first or not self._draws_once:
+                with loaders._drawing(random_streams.NONE):
+                    drawn = next(indices, nothing)
+            else:
+                drawn = next(indices, nothing)
+            if drawn is nothing:
+                return
+            first = False
+            yield drawn
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def _sampler(loader: DataLoader) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Whether reading ``dataset`` runs only code of torch, which draws no random numbers."""
+    if type(dataset) is TensorDataset or isinstance(dataset, (torch.Tensor, list, tuple, range)):
+        return True
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    return type(dataset) is ConcatDataset and all(map(_draws_nothing, dataset.datasets))
+
+
+def _samples(loader: DataLoader) -> int | None:
+    """How many samples one process reads in a pass, if that is known."""
+    try:
+        return len(_sampler(loader))
+    except TypeError:
+        return None

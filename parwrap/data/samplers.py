@@ -6,38 +6,38 @@ ranks in turn, or each is split among them. Endless loaders are common, so indic
 
 from __future__ import annotations
 
+import copy
 import math
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.evaluation_blocks import block
 from parwrap.errors import UsageError
 from parwrap.torch_private.dataloader import ITERATOR
 
 __all__ = [
     "DealtBatches",
     "SplitBatches",
-    "arranged",
+    "batches_by_size",
+    "block",
+    "copied_with",
     "distributed_sampler",
+    "divides_itself",
     "is_plain",
-    "last_part",
-    "read_for",
     "refuse_nothing",
+    "resampled",
     "samples_in",
     "share_length",
     "shuffles",
-    "users_own",
-    "with_indices",
-    "with_others",
 ]
 
-READ_FOR = "_parwrap_read_for"
+
+STATEFUL = "torchdata.stateful_dataloader.sampler.RandomSampler"
+"""The sampler of torchdata's shuffled loaders, which is like torch's."""
 
 
 class DealtBatches:
@@ -45,8 +45,7 @@ class DealtBatches:
 
     If the last batches are fewer than the ranks, they are padded from the first ones (``uneven="pad"``, as ``DistributedSampler`` does),
     dropped (``"drop"``), or given to as many ranks as possible (``"join"``). With ``"join"``, the other ranks repeat a batch, and the
-    weight of each batch is added to ``weights``, as in :class:`SplitBatches`. In a continued pass, ``first`` contains the batches of its
-    beginning.
+    weight of each batch is added to ``weights``, as in :class:`SplitBatches`.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
@@ -62,7 +61,7 @@ class DealtBatches:
         self.weights: deque[float] | None = deque() if uneven == "join" else None
 
     def __iter__(self) -> Iterator:
-        first: list = getattr(self.batches, "first", [])
+        first: list = []
         turn: list = []
         if self.weights is not None:
             self.weights.clear()
@@ -86,6 +85,17 @@ class DealtBatches:
         return _in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
 
 
+def block(samples: int, rank: int, size: int) -> range:
+    """The part of ``samples`` in a row that rank ``rank`` of ``size`` takes; parts differ in length by at most one.
+
+    >>> [list(block(5, rank, 2)) for rank in (0, 1)]
+    [[0, 1, 2], [3, 4]]
+    """
+    each, more = divmod(samples, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
 class SplitBatches:
     """This rank's part of every batch, in order.
 
@@ -98,7 +108,7 @@ class SplitBatches:
     """
 
     def __init__(self, batches: Iterable, rank: int, size: int) -> None:
-        self.batches = self.within = batches
+        self.batches = batches
         self.rank, self.size = rank, size
         self.weights: deque[float] = deque()
 
@@ -116,38 +126,31 @@ class SplitBatches:
 
 
 def shuffles(loader: DataLoader) -> bool:
-    """Whether each pass has a new order, as in training loaders."""
-    return not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), SequentialSampler)
+    """Whether ``loader`` reads in another order than that of its dataset, as far as its samplers show."""
+    batches = loader.batch_sampler
+    if batches is not None and not isinstance(batches, BatchSampler):
+        return True
+    return not isinstance(getattr(batches, "sampler", loader.sampler), SequentialSampler)
 
 
 def is_plain(loader: DataLoader) -> bool:
     """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
-    sampler = loader.sampler
-    if type(sampler) is RandomSampler:
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler or f"{type(sampler).__module__}.{type(sampler).__name__}" == STATEFUL:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:
         once = type(sampler) is SequentialSampler
     batches: Any = loader.batch_sampler  # some replace it to read a loader endlessly
-    batches_by_size = batches is None or (
-        loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
-    )
-    return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-
-
-def arranged(draws: Any, size: int) -> Any:
-    """The ``draws`` of a sampler, in the order in which to deal them out to ``size`` ranks, if the sampler defines one."""
-    return draws.for_ranks(size) if hasattr(draws, "for_ranks") else draws
+    of_loader = batches is None or (loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler)
+    return once and of_loader and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
     """The number of batches that each of ``size`` ranks gets from a loader with ``whole`` batches."""
-    if hasattr(loader.batch_sampler, "for_ranks"):
-        whole = len(arranged(loader.batch_sampler, size))
-    stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
-    if loader.batch_size is None or not (stream or is_plain(loader)):
+    if loader.batch_size is None or not (isinstance(loader.dataset, IterableDataset) or is_plain(loader)):
         return _in_rounds(whole, size, uneven)
     samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-    if uneven == "join" and not stream:
+    if uneven == "join":
         return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
     return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
 
@@ -171,29 +174,7 @@ def _in_rounds(pieces: int, size: int, uneven: str) -> int:
     return pieces // size if uneven == "drop" else math.ceil(pieces / size)
 
 
-def last_part(batches: Any) -> float:
-    """How full the last of a sampler's ``batches`` is: less than 1 if the samples do not fill it.
-
-    A sampler around another one has it as its attribute ``within``.
-
-    >>> last_part(BatchSampler(range(10), 4, drop_last=False)), last_part(SplitBatches(BatchSampler(range(8), 4, drop_last=False), 0, 2))
-    (0.5, 1.0)
-    """
-    while hasattr(batches, "within"):
-        batches = batches.within
-    if type(batches) is not BatchSampler or batches.drop_last or not hasattr(batches.sampler, "__len__"):
-        return 1.0
-    left = len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]
-    return left / batches.batch_size if left else 1.0
-
-
-def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
-    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``."""
-    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    return with_others(loader, **{drawn: indices, **others})
-
-
-def with_others(loader: DataLoader, **others: Any) -> DataLoader:
+def copied_with(loader: DataLoader, **others: Any) -> DataLoader:
     """A shallow copy of ``loader`` with some attributes replaced by ``others``.
 
     Everything else is kept, for subclasses too. ``DataLoader.__setattr__`` refuses new samplers, so this sets ``vars``. ``copy.copy`` would
@@ -204,28 +185,52 @@ def with_others(loader: DataLoader, **others: Any) -> DataLoader:
     return copied
 
 
-def read_for(copied: DataLoader, loader: DataLoader) -> None:
-    """Record that ``copied`` is read instead of the user's ``loader``."""
-    vars(copied)[READ_FOR] = weakref.ref(loader)
-
-
-def users_own(loader: DataLoader) -> DataLoader:
-    """The user's loader that ``loader`` was copied from, or ``loader`` itself."""
-    known = vars(loader).get(READ_FOR)
-    return (known() if known else None) or loader
-
-
 def samples_in(batch: Any) -> int:
     """The number of samples in a collated ``batch``: the length of the first tensor or list in it.
 
     >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
     3
     """
-    if isinstance(batch, Mapping):
-        return samples_in(next(iter(batch.values()), ()))
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (torch.Tensor, Mapping, tuple, list)):
-        return samples_in(batch[0])
-    return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
+    while not isinstance(batch, torch.Tensor):
+        if isinstance(batch, (tuple, list)):
+            if not batch or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
+                return len(batch)
+            batch = batch[0]
+        elif isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), ())
+        else:
+            return len(batch) if isinstance(batch, Sized) else 1
+    return batch.shape[0] if batch.dim() else 1
+
+
+def divides_itself(sampler: Any, rank: int, size: int) -> bool:
+    """Whether ``sampler`` is the script's own kind of ``DistributedSampler`` and gives each rank its share."""
+    own = isinstance(sampler, DistributedSampler) and type(sampler) is not DistributedSampler
+    return own and size > 1 and (sampler.rank, sampler.num_replicas) == (rank, size)
+
+
+def batches_by_size(loader: DataLoader) -> bool:
+    """Whether ``loader`` puts samples into batches as they come: its batch sampler is torch's, or that of a stateful loader."""
+    batches = loader.batch_sampler
+    made_by_loader = loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is loader.sampler
+    return batches is None or type(batches) is BatchSampler or made_by_loader
+
+
+def resampled(loader: DataLoader, sampler: DistributedSampler) -> Any:
+    """The batch sampler of ``loader`` with another ``sampler``; that sampler alone if the loader has no batches.
+
+    >>> own = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
+    >>> list(resampled(DataLoader(range(8), batch_size=2), own))
+    [[1, 3], [5, 7]]
+    """
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return sampler
+    if batches_by_size(loader):
+        return BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    batches = copy.copy(batches)
+    batches.sampler = sampler
+    return batches
 
 
 def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:

@@ -1,65 +1,90 @@
 """The examination: gathers the ranks' facts, lets them measure together, and ends in time even if something hangs.
 
-Launched ranks send their facts to rank 0 before they start a process group, so that rank 0 has them even if that fails. If the process is
-not a launched rank, it forks ranks for the self test.
+Launched ranks send their facts to rank 0 before they start a process group, so that rank 0 has them even if that fails. A process that is
+not a launched rank becomes rank 0 of a few that it forks for the self test.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import pickle
+import multiprocessing
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
 
 from parwrap.doctor.facts import Clock, Examination, Facts, Row, SelfTest
 from parwrap.doctor.measure import all_reduces, clocks
-from parwrap.errors import ParwrapError
-from parwrap.group import group as groups
-from parwrap.group.collectives import home
-from parwrap.inline.launching import run_on_ranks
-from parwrap.system.background import in_background
-from parwrap.world.world import World
+from parwrap.errors import LaunchError, ParwrapError
+from parwrap.ranks.background import in_background
+from parwrap.ranks.group import opened
+from parwrap.ranks.rendezvous import job_folder, met
+from parwrap.ranks.store import SignedStore
+from parwrap.ranks.world import World
 
-__all__ = ["Exam", "ForkedExam", "LaunchedExam", "in_time"]
+__all__ = ["Exam", "examination", "in_time"]
 
 PATIENT = 0.8
 """The fraction of the timeout for which ranks wait for each other, so that torch can still name what they waited for."""
 
-LONGEST_STAGE = 200
+LOOK = 0.05
+"""Seconds between two looks for the facts of a rank."""
 
 
-class Exam:
-    """An examination that can be read at any time, from any thread.
+@contextmanager
+def examination(facts: Facts, world: World, timeout: float, backend: str | None) -> Iterator[Exam]:
+    """The exam of this process; started by hand, it forks the other ranks: one for each GPU if there are several, else two on the CPU.
 
     Args:
         facts: this rank's facts.
+        world: this rank's place.
+        timeout: the time limit in seconds.
+        backend: the backend that the user asks for.
+    """
+    if world.size > 1:
+        yield Exam(facts, world, facts.backend, timeout)
+        return
+    gpus = len(facts.gpus.seen)
+    backend = backend or ("nccl" if gpus > 1 else "gloo")
+    size = max(gpus, 2) if backend == "nccl" else 2
+    with job_folder() as folder:
+        exams = [
+            Exam(facts, World(rank, size, rank, size, 0, None, f"parwrap://job/{folder.name}"), backend, timeout) for rank in range(size)
+        ]
+        fork = multiprocessing.get_context("fork")
+        for exam in exams[1:]:
+            fork.Process(target=exam.run, daemon=True).start()
+        yield exams[0]
+
+
+class Exam:
+    """An examination that can be read at any time, from any thread. At the end, rank 0 has all results.
+
+    Args:
+        facts: this rank's facts.
+        world: this rank's place in the self test.
+        backend: the backend of the self test.
         timeout: the time limit in seconds.
     """
 
-    by = ""
-
-    def __init__(self, facts: Facts, timeout: float) -> None:
-        self.facts, self.known = facts, {facts.launch.rank: facts}
+    def __init__(self, facts: Facts, world: World, backend: str, timeout: float) -> None:
+        self.facts, self.world, self.backend = facts, world, backend
         self.timeout, self.ends = timeout, time.monotonic() + timeout
-        self.ranks, self.backend, self.device = facts.launch.size, facts.backend, "cpu"
-        self.stage = ""
+        self.launched = world.launcher is not None
+        self.known = {facts.launch.rank: facts}
+        self.stage = f"waiting for all ranks to meet at {self._meeting_place()}"
+        self.device = facts.device if self.launched or backend == "nccl" else "cpu"
         self.rows: list[Row] = []
         self.clocks: list[Clock] = []
         self.skipped: str | None = None
         self.failure: str | None = None
-
-    @property
-    def rank_timeout(self) -> timedelta:
-        """How long a rank waits for another one."""
-        return timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))  # a store of torch's waits up to a second longer
+        self._held = ExitStack()
+        self._store: SignedStore | None = None
+        self._watched: SignedStore | None = None
+        """The same store, for other threads."""
 
     def run(self) -> None:
         """Run the examination, and remember a failure."""
@@ -67,6 +92,11 @@ class Exam:
             self._run()
         except Exception as error:
             self.failure = _in_a_line(error)
+            if self._store is not None and self.world.rank > 0:
+                with suppress(RuntimeError, ValueError):
+                    self._store.set(f"stage of {self.world.rank}", f"{self.stage}: {self.failure}")
+        else:
+            self._held.close()
 
     def overdue(self) -> None:
         """Record that the examination has not ended in time."""
@@ -75,154 +105,92 @@ class Exam:
     def outcome(self) -> Examination:
         """The results so far."""
         known = dict(self.known)
-        stages = self.stages() if self.failure else {}
-        missing = [] if not self.failure or len(known) == 1 else [rank for rank in range(self.facts.launch.size) if rank not in known]
+        stages = self._stages() if self.failure else {}
+        some_joined = self.launched and len(known) > 1
+        missing = [rank for rank in range(self.world.size) if rank not in known] if self.failure and some_joined else []
+        by = "launched" if self.launched else "forked"
         test = SelfTest(
-            self.by, self.ranks, self.backend, self.device, list(self.rows), self.clocks, self.skipped, self.failure, stages, missing
+            *(by, self.world.size, self.backend, self.device, list(self.rows), self.clocks, self.skipped, self.failure, stages, missing)
         )
         return Examination([known[rank] for rank in sorted(known)], test)
 
-    def stages(self) -> dict[int, str]:
-        """The stage of each rank, as last reported."""
-        return {}
-
     def wait_until_reported(self) -> None:
-        """Wait until rank 0 has reported the failure."""
+        """Let rank 0 report before this rank ends, because a launcher would then end rank 0."""
+        if self._watched is None or not self.launched:
+            return
+        with suppress(RuntimeError, ValueError):
+            if self.world.rank == 0:
+                self._watched.set("reported", True)
+            while not self._watched.has("reported") and time.monotonic() < self.ends + 1:
+                time.sleep(LOOK)
 
     def _run(self) -> None:
-        raise NotImplementedError
+        rank, size = self.world.rank, self.world.size
+        # a store of torch's waits up to a second longer
+        timeout = timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))
+        self._store = SignedStore(self._held.enter_context(met(self.world, timeout)).store, "doctor")
+        self._watched = self._store.clone()
+        if self.launched and not self._compare(self._store):
+            self.skipped = "ranks would use different backends, and wait for each other forever"
+            self._part(self._store)
+            return
+        self._at("starting the process group")
+        with opened(self.world, self.backend, timeout) as group:
+            assert group is not None
+            self.device = group.device.type if group.backend == "nccl" else "cpu"
+            for row in all_reduces(rank, size, group.device if group.backend == "nccl" else "cpu", self._at):
+                self.rows.append(row)
+            if self.launched:
+                self._at("comparing clocks")
+                self.clocks = clocks(self._store, rank, size)
+            self._at("leaving the process group")
+        self._part(self._store)
 
-
-class ForkedExam(Exam):
-    """The self test of forked ranks: one for each GPU if there are several, otherwise two on the CPU."""
-
-    by = "forked"
-
-    def __init__(self, facts: Facts, timeout: float, backend: str | None) -> None:
-        super().__init__(facts, timeout)
-        gpus = len(facts.gpus.seen)
-        self.backend = backend or ("nccl" if gpus > 1 else "gloo")
-        self.ranks = max(gpus, 2) if self.backend == "nccl" else 2
-        self.device = "cuda" if self.backend == "nccl" else "cpu"
-        # shared with forks, and in no file system, which may be full or read-only
-        self._stages = [mmap.mmap(-1, LONGEST_STAGE) for _ in range(self.ranks)]
-
-    def stages(self) -> dict[int, str]:
-        stages = [stage[:].rstrip(b"\0").decode(errors="replace") for stage in self._stages]
-        return {rank: stage or "starting the process group" for rank, stage in enumerate(stages)}
-
-    def _run(self) -> None:
-        self.rows = run_on_ranks(self._rank, self.ranks, self.rank_timeout, self.backend)
-
-    def _rank(self) -> list[Row]:
-        group = groups.current()
-        assert group is not None
-        mine = self._stages[group.world.rank]
-
-        def report(stage: str) -> None:
-            mine[:] = stage.encode()[:LONGEST_STAGE].ljust(LONGEST_STAGE, b"\0")
-
-        rows = list(all_reduces(group.world.rank, group.world.size, home(group), report))
-        report("through")
-        return rows
-
-
-class LaunchedExam(Exam):
-    """Examine launched ranks. At the end, rank 0 has all results, and the others have what they need."""
-
-    by = "launched"
-
-    def __init__(self, facts: Facts, timeout: float, world: World) -> None:
-        super().__init__(facts, timeout)
-        master = ":".join(facts.launch.variables.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        place = master if world.init_method == "env://" else world.init_method or "an unknown place"
-        self._world, self.stage = world, f"waiting for all ranks to meet at {place}"
-        self._held = ExitStack()
-        self._store: Any = None
-        self._status_store: Any = None
-        self._lock = threading.Lock()
-
-    def stages(self) -> dict[int, str]:
-        stages = {self._world.rank: self.stage}
-        if self._status_store is not None:
-            with self._lock, suppress(RuntimeError, ValueError):
-                for rank in range(self._world.size):
-                    if self._status_store.check([f"stage/{rank}"]):
-                        stages[rank] = self._status_store.get(f"stage/{rank}").decode(errors="replace")
-        return stages
-
-    def report(self, stage: str) -> None:
+    def _at(self, stage: str) -> None:
         """Report that this rank is at ``stage`` now."""
         self.stage = stage
         if self._store is not None:
-            self._store.set(f"stage/{self._world.rank}", stage)
+            self._store.set(f"stage of {self.world.rank}", stage)
 
-    def run(self) -> None:
-        super().run()
-        if self.failure is None:
-            self._held.close()
-        elif self._store is not None and self._world.rank > 0:
-            with suppress(RuntimeError, ValueError):
-                self._store.set(f"stage/{self._world.rank}", f"{self.stage}: {self.failure}")
+    def _compare(self, store: SignedStore) -> bool:
+        """Send rank 0 the facts. Returns whether all ranks would use the same backend."""
+        self._at("sending rank 0 its facts")
+        store.set(f"facts of {self.world.rank}", asdict(self.facts))
+        if self.world.rank == 0:
+            latest = self.ends - (1 - PATIENT) * self.timeout
+            missing = set(range(1, self.world.size))
+            while missing:  # the ranks that have joined are known even if another one never joins
+                for rank in [rank for rank in missing if store.has(f"facts of {rank}")]:
+                    self.known[rank] = Facts.of_json(store.get(f"facts of {rank}", dict))
+                    missing.remove(rank)
+                if missing and time.monotonic() > latest:
+                    raise LaunchError("not all ranks have joined")
+                time.sleep(LOOK)
+            store.set("same backend", len({facts.backend for facts in self.known.values()}) == 1)
+        return store.get("same backend", bool)
 
-    def wait_until_reported(self) -> None:
-        """Let rank 0 report before this rank ends, because a launcher would then end rank 0."""
-        if self._status_store is None:
-            return
-        with suppress(RuntimeError, ValueError):
-            if self._world.rank == 0:
-                self._status_store.set("reported", "")
-            else:
-                self._status_store.wait(["reported"], timedelta(seconds=max(0.1, self.ends + 1 - time.monotonic())))
-            self._held.close()
-
-    def _run(self) -> None:
-        world = self._world
-        rendezvous = self._held.enter_context(closing(dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=self.rank_timeout)))
-        store, _, _ = next(rendezvous)
-        self._store = dist.PrefixStore("parwrap/doctor", store)
-        self._store.set_timeout(self.rank_timeout)
-        self._status_store = self._store.clone()
-        self._status_store.set_timeout(timedelta(seconds=1))
-        self.report("sending rank 0 its facts")
-        self._store.set(f"facts/{world.rank}", pickle.dumps(self.facts))
-        if world.rank == 0:
-            self._collect()
-        backend = self._store.get("backend").decode()
-        if not backend:
-            self.skipped = "ranks would use different backends, and wait for each other forever"
-            self._part()
-            return
-        self.report("starting the process group")
-        with groups.opened(world, backend, self.rank_timeout) as group:
-            assert group is not None
-            device = home(group)
-            self.device = device.type
-            for row in all_reduces(world.rank, world.size, device, self.report):
-                self.rows.append(row)
-            self.report("comparing clocks")
-            self.clocks = clocks(dist.PrefixStore("clocks", self._store), world.rank, world.size)
-            self.report("leaving the process group")
-        self._part()
-
-    def _part(self) -> None:
+    def _part(self, store: SignedStore) -> None:
         """Leave the store, rank 0 last, because it may host the store."""
-        if self._world.rank > 0:
-            self._store.set(f"parted/{self._world.rank}", "")
+        if self.world.rank > 0:
+            store.set(f"{self.world.rank} has left", True)
         else:
-            self._store.wait([f"parted/{rank}" for rank in range(1, self._world.size)])
+            for rank in range(1, self.world.size):
+                store.get(f"{rank} has left", bool)
 
-    def _collect(self) -> None:
-        latest = self.ends - (1 - PATIENT) * self.timeout
-        for rank in range(self._world.size):
-            # the ranks that have joined are known even if another one never joins
-            with suppress(RuntimeError):
-                self._store.wait([f"facts/{rank}"], timedelta(seconds=max(0.1, latest - time.monotonic())))
-                self.known[rank] = pickle.loads(self._store.get(f"facts/{rank}"))
-        if len(self.known) < self._world.size:
-            raise RuntimeError("not all ranks have joined")
-        backends = {facts.backend for facts in self.known.values()}
-        self._store.set("backend", backends.pop() if len(backends) == 1 else "")
+    def _stages(self) -> dict[int, str]:
+        """The stage of each rank, as last reported."""
+        stages = {self.world.rank: self.stage}
+        if self._watched is not None:
+            with suppress(RuntimeError, ValueError):
+                for rank in range(self.world.size):
+                    if self._watched.has(f"stage of {rank}"):
+                        stages[rank] = self._watched.get(f"stage of {rank}", str)
+        return stages
+
+    def _meeting_place(self) -> str:
+        if self.world.init_method == "env://":
+            return ":".join(self.facts.launch.variables.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        return self.world.init_method or "an unknown place"
 
 
 @contextmanager

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from parwrap.world.world import World
+from parwrap.ranks.world import World
 
 __all__ = ["Clock", "Cores", "Examination", "Facts", "Gpu", "Gpus", "Launch", "Limits", "Memory", "Network", "Row", "SelfTest", "Versions"]
 
@@ -19,10 +20,12 @@ class Launch(World):
     Attributes:
         variables: the launch variables that are set.
         error: why the ranks cannot be identified, if so.
+        secret: whether a secret signs what parwrap puts into the store of several machines.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
     error: str | None = None
+    secret: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,13 @@ class Facts:
     backend: str
     device: str
     device_error: str | None = None
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Facts:
+        """The facts from what ``dataclasses.asdict`` has made of them."""
+        parts = {"launch": Launch, "versions": Versions, "cores": Cores, "memory": Memory, "limits": Limits, "network": Network}
+        gpus = Gpus(**{**values["gpus"], "seen": [Gpu(**gpu) for gpu in values["gpus"]["seen"]]})
+        return cls(**{**values, **{name: part(**values[name]) for name, part in parts.items()}, "gpus": gpus})
 
 
 @dataclass(frozen=True)

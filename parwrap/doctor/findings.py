@@ -67,6 +67,7 @@ def find(examination: Examination) -> list[Finding]:
             note(check(facts), whose)
         note(name_of_host(facts, several), whose)
     note(differences(all_facts), [])
+    note(secret(all_facts), [])
     note(self_test(examination.self_test, several), [])
     findings = [Finding(*what, tuple(sorted(whose))) for what, whose in found.items()]
     return sorted(findings, key=lambda finding: not finding.serious)
@@ -195,7 +196,7 @@ def interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
-    """Gloo would listen where other ranks cannot reach it.
+    """Gloo would listen where ranks on other machines cannot reach it. Ranks of one machine listen on its loopback interface anyway.
 
     Args:
         facts: the facts of a rank.
@@ -208,18 +209,24 @@ def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
             if network.addresses
             else "does not resolve to an address"
         )
-        yield Finding(
-            f"this machine's host name, {facts.host}, {leads}, so gloo listens where no other machine can reach it, and hangs",
-            f"{_export('GLOO', facts)}, or map {facts.host} to an address of this machine in /etc/hosts",
-        )
+        problem = f"this machine's host name, {facts.host}, {leads}, so gloo listens where no other machine can reach it"
     elif network.interface in ("lo", "lo0") and (several or not network.gloo):
         why = "GLOO_SOCKET_IFNAME says so" if network.gloo else f"its host name, {facts.host}, resolves to {network.address}"
+        problem = f"gloo listens on the loopback interface of this machine ({why}), where ranks on other machines cannot reach it"
+    else:
+        return
+    remedy = f"{_export('GLOO', facts)} on every machine, or map {facts.host} to an address of this machine in /etc/hosts"
+    alone = "none needed on one machine, nor with `python -m parwrap.run --nnodes`, which takes the interface from the route; otherwise, "
+    yield Finding(problem, remedy if several else alone + remedy, serious=several)
+
+
+def secret(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Ranks on several machines sign what they send without a secret, or some of them have none."""
+    if len({facts.host for facts in all_facts}) > 1 and not all(facts.launch.secret for facts in all_facts):
         yield Finding(
-            f"gloo listens on the loopback interface of this machine ({why}), where ranks on other machines cannot reach it",
-            f"{_export('GLOO', facts)} on every machine"
-            if several
-            else f"none needed on one machine; on several machines, {_export('GLOO', facts)}",
-            serious=several,
+            "PARWRAP_SECRET is not set, so whoever reaches the port of the rendezvous can write there what parwrap reads",
+            "use a network that you trust, and set PARWRAP_SECRET to the same random text on all machines",
+            serious=False,
         )
 
 

@@ -28,13 +28,14 @@ import torch
 from parwrap import __version__
 from parwrap.doctor.facts import Cores, Facts, Gpu, Gpus, Launch, Limits, Memory, Network, Versions
 from parwrap.errors import LaunchError
-from parwrap.group.device import choose_backend, cores, visible_gpu
-from parwrap.launching.elastic.network_interfaces import interface_of, interfaces
-from parwrap.world.world import World, detect, launch_variables
+from parwrap.launching.routes import interface_of, interfaces
+from parwrap.ranks.device import choose_backend, cores, visible_gpu
+from parwrap.ranks.store import SECRET
+from parwrap.ranks.world import World, detect, launch_variables
 
 __all__ = ["find_gpus", "find_network", "gather", "place"]
 
-EXTRAS = ("cloudpickle", "datasets", "torchdata", "nvidia-dali-cuda120", "PyYAML", "ray")
+EXTRAS = ("torchdata", "torchmetrics", "pytest", "PyYAML", "ray")
 """Optional packages that parwrap works with."""
 
 
@@ -70,7 +71,12 @@ def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
         world = replace(world, launcher="parwrap.run")  # the variables are the same, but torchrun names the launcher
     return Facts(
         host=socket.gethostname(),
-        launch=Launch(**asdict(world), variables={name: environ[name] for name in names if name in environ}, error=error),
+        launch=Launch(
+            **asdict(world),
+            variables={name: environ[name] for name in names if name in environ},
+            error=error,
+            secret=bool(environ.get(SECRET)),
+        ),
         versions=_versions(),
         cores=_cores(),
         memory=_memory(),

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parwrap.doctor.facts import Clock, Row
 from parwrap.doctor.units import human_size
+from parwrap.ranks.store import SignedStore
 
 __all__ = ["SIZES", "all_reduces", "clocks", "row"]
 
@@ -25,7 +25,7 @@ ROUNDS = 5
 """The number of times that a rank asks rank 0 for the time."""
 
 
-def all_reduces(rank: int, size: int, device: torch.device, report: Callable[[str], None]) -> Iterator[Row]:
+def all_reduces(rank: int, size: int, device: torch.device | str, report: Callable[[str], None]) -> Iterator[Row]:
     """Reduce tensors of each of ``SIZES`` over the default process group.
 
     Args:
@@ -71,14 +71,14 @@ def _finish(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def clocks(store: Any, rank: int, size: int, clock: Callable[[], float] = time.time) -> list[Clock]:
+def clocks(store: SignedStore, rank: int, size: int, clock: Callable[[], float] = time.time) -> list[Clock]:
     """The difference of each rank's clock from rank 0's. On ranks other than 0, the result is empty.
 
     As in NTP, a rank notes when it asks and when the answer arrives, and assigns the answer to the midpoint. The shortest of several rounds
     counts; its error is at most half of its duration.
 
     Args:
-        store: a key-value store that all ranks share, used for nothing else.
+        store: a store that all ranks share.
         rank: this rank.
         size: the number of ranks.
         clock: this rank's clock, in seconds.
@@ -86,17 +86,16 @@ def clocks(store: Any, rank: int, size: int, clock: Callable[[], float] = time.t
     if rank == 0:
         for other in range(1, size):
             for number in range(ROUNDS):
-                store.get(f"asked/{other}/{number}")
-                store.set(f"time/{other}/{number}", repr(clock()))
-        answers = [store.get(f"clock/{other}").decode().split() for other in range(1, size)]
-        return [Clock(other, float(ahead), float(uncertainty)) for other, (ahead, uncertainty) in enumerate(answers, start=1)]
+                store.get(f"question {number} of {other}", bool)
+                store.set(f"time {number} for {other}", clock())
+        return [Clock(other, *store.get(f"clock of {other}", list)) for other in range(1, size)]
     rounds = []
     for number in range(ROUNDS):
         began = clock()
-        store.set(f"asked/{rank}/{number}", "")
-        answer = float(store.get(f"time/{rank}/{number}"))
+        store.set(f"question {number} of {rank}", True)
+        answer = store.get(f"time {number} for {rank}", float)
         ended = clock()
         rounds.append(((ended - began) / 2, (began + ended) / 2 - answer))
     uncertainty, ahead = min(rounds)
-    store.set(f"clock/{rank}", f"{ahead!r} {uncertainty!r}")
+    store.set(f"clock of {rank}", [ahead, uncertainty])
     return []

@@ -1,97 +1,212 @@
-"""Runs a function on ranks that this process launches, watches and always ends.
+"""Runs a function on ranks that this process starts, watches and always ends.
 
-``forking.py`` forks ranks, and ``spawning.py`` starts new interpreters. ``rank_process.py`` runs in a rank; ``returned_state.py`` packs
-what it sends back, and ``child_output.py`` shows its output.
+``rank_process.py`` runs in a rank; ``returned.py`` packs what it sends back, and ``notebook.py`` shows its output.
 """
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import signal
-import tempfile
+import stat
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from io import IOBase
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, cast
 
-from parwrap.errors import RankMismatchError
-from parwrap.inline.child_output import ChildOutput
-from parwrap.inline.forking import Forks, starting
-from parwrap.inline.rank_process import MESSAGE, Job
-from parwrap.inline.returned_state import SyncedObjects
-from parwrap.inline.spawning import Spawns
-from parwrap.system.processes import how_ended
-from parwrap.system.shared_memory import private_file
-from parwrap.world.world import World
+import torch
+from torch.utils.data import DataLoader
 
-__all__ = ["run_on_ranks"]
+from parwrap.errors import LaunchError, RankMismatchError, UsageError
+from parwrap.inline.notebook import ChildOutput, logging_handlers
+from parwrap.inline.rank_process import ENDING, MESSAGE, Job, Task, end_file, failure_file, run
+from parwrap.inline.returned import CallersObjects, warn_of_changes
+from parwrap.inline.spawning import Interpreter, loaded, pack
+from parwrap.ranks.device import cores, gpu_count
+from parwrap.ranks.processes import how_ended
+from parwrap.ranks.rendezvous import job_folder
+from parwrap.ranks.world import INIT_METHOD, ONE_NODE
+from parwrap.torch_private.cuda import is_in_bad_fork
+from parwrap.torch_private.dataloader import forget_workers
+from parwrap.torch_private.dynamo import DYNAMO
+
+__all__ = ["number_of_ranks", "run_on_ranks"]
 
 GRACE = 5.0
 """Seconds for ranks to end, once one has failed, Ctrl-C was pressed, or all have finished."""
+
+Start = Callable[[int, int, dict[int, int]], Any]
+"""Starts the process of a rank, from its number, a pipe for its messages, and descriptors for its stdout and stderr."""
 
 MOMENT = 0.05
 """Seconds to wait for the news of a dead rank, after other ranks have raised errors because of it."""
 
 
-def run_on_ranks(
-    function: Callable[[], Any],
-    size: int,
-    timeout: timedelta | None = None,
-    backend: str | None = "gloo",
-    environ: Mapping[str, str] = MappingProxyType({}),
-    start_method: str = "fork",
-    who: str = "this",
-) -> Any:
-    """Call ``function`` on ``size`` ranks that this process launches, in a process group, and wait for all of them.
+def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
+    """How many ranks to start on this machine.
 
-    Afterwards, the tensors, models, optimizers and schedulers of this process have the state of rank 0, as far as a rank survives to send
-    it. With spawned ranks, this applies only to those that the function reaches. So do other objects that the function reaches. Ctrl-C is
+    Raises:
+        LaunchError: the machine has fewer GPUs.
+
+    >>> number_of_ranks(3, "gloo")
+    3
+    """
+    gpus = gpu_count()
+    if nprocs == "gpu" and not gpus:
+        raise LaunchError("nprocs='gpu' starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks for the CPU.")
+    count = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}[nprocs] if isinstance(nprocs, str) else nprocs or 1
+    if gpus and count > gpus and backend != "gloo":
+        raise LaunchError(
+            f"nprocs={nprocs!r} is more than the GPUs that torch can use here ({gpus}). Use at most {gpus}, or set backend='gloo' to let "
+            "ranks share GPUs."
+        )
+    return count
+
+
+def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method: str | None = None, who: str = "parwrap.launch") -> Any:
+    """Run ``task`` on ``size`` ranks that this process starts, and wait for all of them.
+
+    Afterwards the caller's tensors, models, optimizers and schedulers have the state of rank 0, as far as it survives to send it. Ctrl-C is
     passed on to the ranks.
 
     Args:
-        function: the function to call; it need not pickle.
+        task: the function to call, and what it reaches. It opens the process group itself.
         size: the number of ranks.
-        timeout: how long a rank waits for another; by default torch's timeout.
         backend: the backend of the process group; ``None`` to choose by the device.
-        environ: environment variables of the ranks.
-        start_method: ``"fork"``, or ``"spawn"`` for new interpreters, which get ``function`` by cloudpickle.
+        start_method: ``"fork"``, or ``"spawn"`` for new interpreters, which get the function by cloudpickle; by default ranks are forked
+            where that is safe.
         who: the name of the caller in errors.
 
     Returns:
         The function's result on rank 0.
 
     Raises:
-        UsageError: the result, or ``function``, cannot be sent.
+        UsageError: the result, or the function, cannot be sent.
         RankMismatchError: a rank ended without a result.
 
     The exception of the first rank that fails is raised here too, with its traceback as the cause.
 
-    >>> import torch
-    >>> from parwrap.group import group as groups
-    >>> run_on_ranks(lambda: torch.ones(2) * groups.world_size(), size=2)
-    tensor([2., 2.])
+    >>> run_on_ranks(Task(lambda: os.environ["PARWRAP_WORLD_SIZE"], [], dict), size=2)
+    '2'
     """
-    with ExitStack() as opened:
-        rendezvous = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-")), "rendezvous").as_uri()
-        files = [(opened.enter_context(private_file()), opened.enter_context(private_file())) for _ in range(size)]
-        jobs = []
-        for rank, (failure, end) in enumerate(files):
-            world = World(rank, size, rank, size, launcher=start_method, init_method=rendezvous)
-            job = partial(Job, world=world, backend=backend, timeout=timeout, parent=os.getpid())
-            jobs.append(partial(job, failure=failure.fileno(), end=end.fileno()))
-        starter: Forks | Spawns
-        if start_method == "fork":
-            starter = Forks(function, environ)
-        else:
-            starter = Spawns(function, environ, size, opened.enter_context(private_file()), who)
-        with _started(starter, jobs) as ranks:
+    method = start_method or ("fork" if sys.platform == "linux" and not _cuda_has_started() else "spawn")
+    with job_folder() as folder:
+        start = _forks(task, size, folder, who) if method == "fork" else _spawns(task, size, folder, backend, who)
+        with _started(start, size) as ranks:
             interrupted = _watch(ranks)
-        return _outcome(ranks, interrupted, starter.callers, files)
+        return _outcome(ranks, interrupted, CallersObjects(task.objects), folder)
+
+
+def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
+    """A function that forks a rank from this process."""
+    _refuse_fork(who)
+    importlib.import_module(DYNAMO)  # each rank's first optimizer would import it, which takes a second
+    streams = [stream for handler in logging_handlers() if (stream := getattr(handler, "stream", None)) is not None]
+    files = [each for each in (*streams, *task.inherited) if isinstance(each, IOBase) and _is_written_file(each)]
+    _flush(files)  # else every rank would write what is in their buffers
+
+    def settled(rank: int) -> Task:
+        for each in task.inherited:
+            if isinstance(each, DataLoader):
+                forget_workers(each)
+        for file in files if rank else ():
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)
+        return replace(task, function=called)
+
+    def called() -> Any:
+        try:
+            return task.function()
+        finally:
+            _flush(files)  # the end of a fork does not
+
+    def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
+        job = Job(rank, partial(settled, rank), _variables(rank, size, folder), 1, outputs, folder, pipe, os.getpid())
+        process = multiprocessing.get_context("fork").Process(target=run, args=(job,))
+        process.start()
+        return process
+
+    return start
+
+
+def _spawns(task: Task, size: int, folder: Path, backend: str | None, who: str) -> Start:
+    """A function that starts a rank as a new interpreter."""
+    file = folder / "task"
+    pack(replace(task, inherited=[]), file, who)
+
+    def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
+        own = {number: number for number in outputs}  # the interpreter begins with them
+        job = Job(rank, partial(loaded, file, backend), _variables(rank, size, folder), None, own, folder, pipe, os.getpid())
+        return Interpreter(job, outputs, threads=max(1, cores() // size))
+
+    return start
+
+
+def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """The environment variables by which a rank finds its place, and the folder to meet in."""
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
+    return {f"PARWRAP_{name}": str(value) for name, value in place.items()} | {INIT_METHOD: f"{ONE_NODE}://job/{folder.name}"}
+
+
+def _refuse_fork(who: str) -> None:
+    """Raise :class:`UsageError` if this process cannot fork ranks."""
+    if not hasattr(os, "fork"):
+        problem = "this system cannot fork: start ranks with `python -m parwrap.run`"
+    elif multiprocessing.current_process().daemon:
+        problem = "a daemonic process of multiprocessing cannot start processes: call it in the main process"
+    elif _cuda_has_started():
+        problem = "CUDA has started here, and does not work after a fork: call it before anything is on a GPU and before "
+        problem += "torch.cuda.is_available() is called, or use start_method='spawn'"
+    else:
+        return
+    raise UsageError(f"{who} forks ranks from this process, and {problem}.")
+
+
+def _cuda_has_started() -> bool:
+    """Whether forked ranks could not use the GPUs: once torch has initialized CUDA, and also after ``torch.cuda.is_available()``."""
+    if torch.cuda.is_initialized() or not torch.cuda.device_count():
+        return torch.cuda.is_initialized()
+    with _starting():
+        child = os.fork()
+        if not child:
+            os._exit(is_in_bad_fork())
+    return os.waitpid(child, 0)[1] != 0
+
+
+def _is_written_file(file: IOBase) -> bool:
+    """Whether ``file`` is a named file, not this process's output, that is open for writing alone."""
+    with suppress(OSError, ValueError):
+        return file.writable() and not file.readable() and file.fileno() > 2 and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    return False
+
+
+def _flush(files: Sequence[IOBase]) -> None:
+    for file in files:
+        if not file.closed:
+            file.flush()
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Delay signals while processes are started: those that end a rank until it is ready, and Ctrl-C until all ranks are started.
+
+    Python's warning about threads is suppressed, because torch's threads are handled.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Rank:
@@ -104,14 +219,14 @@ class _Rank:
         how: how it ended, if without a report.
     """
 
-    def __init__(self, starter: Forks | Spawns, job: Callable[..., Job]) -> None:
+    def __init__(self, start: Start, number: int) -> None:
         self.failed_at: float | None = None
         self.finished = self.ended = self._terminated = False
         self.how = ""
         self._output = ChildOutput()
         self._messages, theirs = os.pipe()
         try:
-            self.process = starter.start(job, self._output, theirs)
+            self.process = start(number, theirs, self._output.outputs)
         except BaseException:
             os.close(self._messages)
             self._output.close()
@@ -186,7 +301,7 @@ def _ending_of(code: int | None) -> str:
 
 
 @contextmanager
-def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Iterator[list[_Rank]]:
+def _started(start: Start, size: int) -> Iterator[list[_Rank]]:
     """Start the ranks; none of them outlives the block."""
     ranks: list[_Rank] = []
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
@@ -194,9 +309,9 @@ def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Ite
         if ignored:  # the system would then keep no exit codes
             with suppress(ValueError):  # in another thread
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with starting():
-            for job in jobs:
-                ranks.append(_Rank(starter, job))
+        with _starting():
+            for number in range(size):
+                ranks.append(_Rank(start, number))
         yield ranks
     finally:
         for rank in ranks:
@@ -243,30 +358,19 @@ def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
         rank.end()
 
 
-def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
-    """Apply the changes of the caller's objects, and return rank 0's result or raise the first failure."""
-    returned = [number for number, rank in enumerate(ranks) if rank.finished]
-    ends = {number: _read(files[number][1], callers) for number in returned}
-    changes = next((end.changes for end in ends.values() if end.changes is not None), None)
-    if changes is not None:
-        callers.take(changes)
+def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: CallersObjects, folder: Path) -> Any:
+    """Give the caller's objects the state of rank 0, and return its result or raise the first failure."""
+    end = callers.unpack(end_file(folder)) if ranks[0].finished else None
+    if end is not None and end.state:
+        callers.take(end.state)
+        warn_of_changes(end.changed)
     failed = [(rank.failed_at, number) for number, rank in enumerate(ranks) if rank.failed_at is not None]
     if failed:
         number = min(failed)[1]
-        _raise(ranks[number], f"rank {number} of {len(ranks)}", files[number][0], callers)
-    if interrupted and len(returned) < len(ranks):
+        who = f"rank {number} of {len(ranks)}"
+        if how := ranks[number].how:
+            raise RankMismatchError(f"{who} {how}{' (out of memory?)' if 'SIGKILL' in how else ''} before it finished.")
+        raise callers.unpack(failure_file(folder, number)).error(who)
+    if end is None or (interrupted and not all(rank.finished for rank in ranks)):
         raise KeyboardInterrupt
-    if ends[0].leaves:
-        raise SystemExit
-    return ends[0].value
-
-
-def _raise(rank: _Rank, who: str, failure: BinaryIO, callers: SyncedObjects) -> NoReturn:
-    if rank.how:
-        raise RankMismatchError(f"{who} {rank.how}{' (out of memory?)' if 'SIGKILL' in rank.how else ''} before it finished.")
-    raise _read(failure, callers).error(who)
-
-
-def _read(file: BinaryIO, callers: SyncedObjects) -> Any:
-    file.seek(0)
-    return callers.unpack(file)
+    return end.value

@@ -1,4 +1,4 @@
-"""One launched rank: the code in the rank's own process. ``launching.py`` starts and watches it.
+"""One started rank: the code in its own process. ``launching.py`` starts and watches it.
 
 A forked rank has everything that the caller has, so nothing is sent to it. It computes with one thread, because OpenMP does not work after
 a fork in a process that has used several threads.
@@ -7,29 +7,29 @@ a fork in a process that has used several threads.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 
-from parwrap.coordination.call_site import is_ours
 from parwrap.errors import UsageError
-from parwrap.group import group as groups
-from parwrap.inline.child_output import redirect_output, refuse_stdin, show_in_notebook
-from parwrap.inline.returned_state import SyncedObjects
-from parwrap.loop.random_streams import set_state
-from parwrap.system.processes import die_with_parent
-from parwrap.system.remote_exception import RemoteException
-from parwrap.world.world import World
+from parwrap.inline.notebook import redirect_output, show_in_notebook
+from parwrap.inline.remote_exception import RemoteException
+from parwrap.inline.returned import CallersObjects, contents, differing
+from parwrap.places import is_ours
+from parwrap.ranks.processes import die_with_parent
+from parwrap.ranks.stdin import refuse_stdin
 
-__all__ = ["ENDING", "MESSAGE", "End", "Job", "failed", "run"]
+__all__ = ["ENDING", "MESSAGE", "End", "Job", "Task", "end_file", "failure_file", "report_failure", "run"]
 
 MESSAGE = struct.Struct("d")
 """The format of a message to the caller: the time of a failure, or 0 at the end."""
@@ -39,66 +39,115 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Job:
-    """The task of a rank.
+class Task:
+    """What a rank runs, with the caller's objects.
 
     Attributes:
-        load: a function that returns the function to call, without arguments, and the caller's objects, for a rank that trains on a given
-            device.
-        world: the rank's place.
-        backend: the backend of the process group; ``None`` to choose by the device.
-        timeout: how long it waits for another rank; ``None`` for torch's timeout.
-        environ: variables to set first.
+        function: the function to call.
+        objects: the caller's tensors, models, optimizers and schedulers that it reaches.
+        names: a function that returns what it reaches by name.
+        inherited: its open files and loaders, which forked ranks cannot all use.
+    """
+
+    function: Callable[[], Any]
+    objects: list[Any]
+    names: Callable[[], Mapping[str, Any]]
+    inherited: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank needs to know.
+
+    Attributes:
+        rank: its number.
+        task: returns what to run, once the environment variables are set.
+        variables: environment variables to set first.
         threads: the number of compute threads; ``None`` for the environment's.
-        streams: the states of the random streams to continue from; ``None`` for the inherited ones.
         outputs: descriptors that replace stdout and stderr, by their numbers.
-        failure: the descriptor of the file for a packed :class:`RemoteException`; when it is there, its time is sent through ``pipe``.
-        end: the descriptor of the file for a packed :class:`End`; once that is written, a 0 is sent.
-        pipe: that of a pipe to the caller.
+        folder: the folder for :func:`failure_file` and :func:`end_file`.
+        pipe: the descriptor for messages that these files have been written.
         parent: the caller's process.
     """
 
-    load: Callable[[torch.device], tuple[Callable[[], Any], SyncedObjects]]
-    world: World
-    backend: str | None
-    timeout: timedelta | None
-    environ: Mapping[str, str]
+    rank: int
+    task: Callable[[], Task]
+    variables: Mapping[str, str]
     threads: int | None
-    streams: dict[str, Any] | None
     outputs: Mapping[int, int]
-    failure: int
-    end: int
+    folder: Path
     pipe: int
     parent: int
 
 
+def failure_file(folder: Path, rank: int) -> Path:
+    """The file for a packed :class:`RemoteException`."""
+    return folder / f"failure-{rank}"
+
+
+def end_file(folder: Path) -> Path:
+    """The file for the packed :class:`End` of rank 0."""
+    return folder / "end"
+
+
 @dataclass(frozen=True)
 class End:
-    """How a rank ended.
+    """How rank 0 ended.
 
     Attributes:
-        value: the result, on rank 0.
-        changes: changes of the caller's objects: on rank 0, and on all ranks that ended early.
-        leaves: whether it ended with ``sys.exit()``.
+        value: its result.
+        state: the new state of the caller's objects.
+        changed: the names of what else has changed.
     """
 
-    value: Any = None
-    changes: dict[str, list] | None = None
-    leaves: bool = False
+    value: Any
+    state: dict[str, list[Any]]
+    changed: list[str]
 
 
 class _Stopped(BaseException):
     """Raised in a rank's function to end it, because another rank has failed."""
 
 
-_job: Job | None = None
-_callers = SyncedObjects(())
-_reported = False
+class _Reports:
+    """Sends the first failure of this rank to the caller."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.failed = job, False
+        self.callers = CallersObjects()
+        # rank 0 alone may open files once the scope is open
+        self._file = open(failure_file(job.folder, job.rank), "wb", buffering=0)  # noqa: SIM115
+
+    def failure(self, error: BaseException) -> None:
+        if self.failed or isinstance(error, _Stopped):
+            return
+        self.failed = True
+        when = time.monotonic()
+        packed = BytesIO()
+        self.callers.pack(RemoteException.of(error, _script_part(error.__traceback__), _can_pickle), packed)
+        self._file.write(packed.getbuffer())
+        self.send(when)
+
+    def send(self, when: float) -> None:
+        os.write(self.job.pipe, MESSAGE.pack(when))
+
+
+_reports: _Reports | None = None
+"""In the process of a started rank, how it reports."""
+
+
+def report_failure(error: BaseException) -> None:
+    """In a started rank, report the exception to the caller before the scope closes.
+
+    When this rank leaves the process group, other ranks may fail, but their errors come later.
+    """
+    if _reports is not None and not (isinstance(error, SystemExit) and not error.code):
+        _reports.failure(error)
 
 
 def run(job: Job) -> None:
     """Run ``job`` in this process, which was started for it."""
-    global _job
+    global _reports
     with suppress(PermissionError):
         os.setpgid(0, 0)  # its children are ended with it, and the caller forwards Ctrl-C to it
     die_with_parent(job.parent)
@@ -108,87 +157,71 @@ def run(job: Job) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    os.environ.update(job.environ)
+    os.environ.update(job.variables)
     redirect_output(job.outputs)
-    refuse_stdin("ask before the launch, and pass the answer as an argument")
-    show_in_notebook(job.world.rank)
-    if job.streams is not None:
-        set_state(job.streams)
-    _job = job
-    end = _run(job)
-    try:
-        _pack(end, job.end)
-    except Exception as error:
-        failed(
-            UsageError(
-                f"the result of rank {job.world.rank}, or a value that the function stored in one of the caller's models, cannot be sent "
-                f"to the caller: {error}. Use tensors, models, numbers and containers of them, and define their classes outside of the "
-                "function."
-            )
-        )
-        os.ftruncate(job.end, 0)
-        _pack(End(), job.end)
-    _send(job, 0.0)
+    refuse_stdin("ask before the call, and pass the answer as an argument")
+    show_in_notebook(job.rank)
+    _reports = _Reports(job)
+    end = _run(job, _reports)
+    if job.rank == 0:
+        _pack(end, _reports)
+    _reports.send(0.0)
 
 
-def _run(job: Job) -> End:
-    global _callers
-    value, leaves, finished = None, False, False
+def _run(job: Job, reports: _Reports) -> End:
+    value, state, changed = None, {}, []
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        with groups.opened(job.world, job.backend, job.timeout) as group:
-            try:
-                function, _callers = job.load(group.device if group else torch.device("cpu"))
-                value = function()
-            except BaseException as error:
-                failed(error)
-                raise
-        finished = True
-    except SystemExit as error:
-        leaves = finished = not error.code
+        task = job.task()
+        reports.callers = callers = CallersObjects(task.objects)
+        before = callers.now(), contents(task.names())
+        try:
+            value = task.function()
+        finally:
+            _ignore_signals()
+            if job.rank == 0:
+                state, changed = callers.state(before[0]), differing(before[1], contents(task.names()))
     except BaseException as error:
-        _take_no_notice()
-        failed(error)
-    _take_no_notice()
-    changes = _callers.changes(value) if job.world.rank == 0 or not finished else None
-    return End(value if job.world.rank == 0 else None, changes, leaves)
+        _ignore_signals()
+        reports.failure(error)
+    return End(value, state, changed)
 
 
-def failed(error: BaseException) -> None:
-    """In a launched rank, report the exception to the caller before the surrounding contexts are left.
+def _pack(end: End, reports: _Reports) -> None:
+    """Write the end of rank 0 for the caller: at least the new state of its objects, if the result cannot be sent."""
+    for sent in (end, replace(end, value=None), replace(end, value=None, state={})):
+        try:
+            reports.callers.pack(sent, end_file(reports.job.folder))
+        except Exception as error:
+            reports.failure(
+                UsageError(
+                    "the result of rank 0, or a value that the function stored in one of the caller's models, cannot be sent to the "
+                    f"caller: {error}. Return tensors, models, numbers and containers of them, and define their classes outside of the "
+                    "function."
+                )
+            )
+        else:
+            return
 
-    When this rank leaves the process group, other ranks may fail, but their errors come later.
-    """
-    global _reported
-    job = _job
-    if job is None or _reported or isinstance(error, _Stopped) or (isinstance(error, SystemExit) and not error.code):
-        return
-    _reported = True
-    when = time.monotonic()
-    _pack(RemoteException.of(error, _users(error.__traceback__), _callers.can_pack), job.failure)
-    _send(job, when)
 
-
-def _take_no_notice() -> None:
-    """Report that this rank has finished, whatever other ranks do."""
+def _ignore_signals() -> None:
+    """Finish this rank, whatever other ranks do."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _pack(thing: Any, descriptor: int) -> None:
-    with open(descriptor, "w+b", closefd=False) as file:
-        file.seek(0)
-        _callers.pack(thing, file)
+def _can_pickle(thing: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(thing))
+    except Exception:
+        return False
+    return True
 
 
-def _send(job: Job, when: float) -> None:
-    os.write(job.pipe, MESSAGE.pack(when))
-
-
-def _users(traceback: TracebackType | None) -> TracebackType | None:
-    """``traceback`` from the user's first line on, if it has one."""
+def _script_part(traceback: TracebackType | None) -> TracebackType | None:
+    """``traceback`` from the script's first line on, if it has one."""
     inner = traceback
-    while inner is not None and is_ours(inner.tb_frame):
+    while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     return inner or traceback
 

@@ -1,4 +1,1 @@
-"""What the user's loop has done so far on this rank: optimizers, backward passes, loaders, batches, and random streams.
-
-It may import the process group. Start with ``loop_state.py``.
-"""
+"""What the running training loop has done: its passes, draws, optimizers, losses and modules."""

@@ -1,222 +1,212 @@
-"""Two sets of random streams: one that all ranks share, and this rank's own.
+"""The random streams of this rank: a shared set, on which all ranks draw the same, and a set of its own (contract, rule 4).
 
-Models, splits and permutations use the shared streams, so that they are the same on every rank. Augmentation and dropout use the rank's
-own, so that they differ. A set holds torch (CPU and GPU), numpy and python. The caller decides which set runs when.
+Each set has a stream of torch (with that of the current GPU), one of numpy and one of Python's ``random``. ``use`` says which libraries
+draw on this rank's own streams now. ``passes.py`` decides when.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from parwrap.intercept.interceptor import Interceptor, intercepts
+__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states"]
 
-__all__ = ["RandomStreams", "get_state", "seed_all", "set_state"]
+Libraries = frozenset[str]
+
+NONE: Libraries = frozenset()
+TRAINING: Libraries = frozenset({"torch", "numpy"})
+"""In a training pass a rank draws its own noise, but decisions, which scripts draw from Python's ``random``, are those of all ranks."""
+ALL: Libraries = frozenset({"torch", "numpy", "python"})
+"""While samples of a training pass are read, augmentation is the rank's own, whatever it draws from."""
+
+
+ANOTHER_SCOPE = 1_000_003
+"""Spreads the seeds of own streams in later scopes."""
+
+_begun_at: dict[int, int] = {}
+"""For each seed, a checksum of torch's shared stream where own streams first began from that seed, in any scope of this process."""
+
+
+def _own_seed(seed: int, rank: int) -> int:
+    """The seed of the own streams that begin now: ``seed`` plus ``rank``, and in a later scope another one.
+
+    In a later scope the shared stream is elsewhere, unless the script has seeded again to repeat what it drew.
+    """
+    state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
+    later = 0 if _begun_at.setdefault(seed, state) == state else state
+    return (seed + rank + later * ANOTHER_SCOPE) % 2**63
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (CPU and GPU), numpy and python with the same number.
-
-    >>> seed_all(7); first = torch.rand(1), np.random.rand(), random.random()
-    >>> seed_all(7); first == (torch.rand(1), np.random.rand(), random.random())
-    True
-    """
+    """Seed torch, numpy and Python, each with as many bits of ``seed`` as it takes."""
     torch.manual_seed(seed)
+    _begun_at.pop(torch.initial_seed(), None)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def get_state() -> dict[str, Any]:
-    """The states of all active streams, for :func:`set_state`."""
-    return {"numpy": np.random.get_state(), "python": random.getstate(), **_torch_state()}
+class _Torch:
+    """Torch's stream on the CPU, and that of the current GPU once CUDA has started."""
+
+    def get(self) -> Any:
+        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return torch.default_generator.get_state(), gpu
+
+    def set(self, state: Any) -> None:
+        torch.default_generator.set_state(state[0])
+        if torch.cuda.is_initialized():
+            if state[1] is None:  # CUDA has started since
+                torch.cuda.manual_seed(torch.default_generator.initial_seed())
+            else:
+                torch.cuda.set_rng_state(state[1])
+
+    def seeded(self, seed: int) -> Any:
+        cpu = torch.Generator().manual_seed(seed)
+        gpu = torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_initialized() else None
+        return cpu.get_state(), gpu
 
 
-def set_state(state: dict[str, Any]) -> None:
-    """Continue from ``state``. A GPU that was initialized later keeps its stream."""
-    _set_torch_state(state)
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+class _Numpy:
+    """numpy's global stream; its state takes 20 us to copy, so the bit generator itself is exchanged."""
+
+    def get(self) -> Any:
+        return np.random.get_bit_generator()  # type: ignore[attr-defined]
+
+    def set(self, state: Any) -> None:
+        np.random.set_bit_generator(state)  # type: ignore[attr-defined]
+
+    def seeded(self, seed: int) -> Any:
+        generator: Any = np.random.MT19937()
+        generator.state = np.random.RandomState(seed % 2**32).get_state(legacy=False)  # as numpy.random.seed does
+        return generator
 
 
-class RandomStreams(Interceptor):
-    """Switches this process between the shared streams, which are active at first, and the rank's own.
+class _Python:
+    def get(self) -> Any:
+        return random.getstate()
 
-    The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the first switch. When a script seeds again while the
-    shared streams run, the rank's own are seeded again too.
+    def set(self, state: Any) -> None:
+        random.setstate(state)
 
-    >>> seed_all(0); streams = RandomStreams(rank=1)
-    >>> with streams.own(): noise = torch.rand(1)
-    >>> seed_all(1); torch.equal(noise, torch.rand(1))
-    True
+    def seeded(self, seed: int) -> Any:
+        return random.Random(seed).getstate()
+
+
+class RandomStreams:
+    """The two sets of streams of one rank.
+
+    Args:
+        rank: this rank; its own streams are seeded with the shared seed plus ``rank``.
+
+    Attributes:
+        seedings: how often the script has seeded torch.
+
+    >>> streams = RandomStreams(rank=1)
+    >>> seed_all(0)
+    >>> with streams.used(TRAINING):
+    ...     own = torch.rand(1), random.random()
+    >>> torch.equal(own[0], torch.rand(1, generator=torch.Generator().manual_seed(1))), own[1] == random.Random(0).random()
+    (True, True)
     """
 
     def __init__(self, rank: int) -> None:
-        self._seedings = 0
-        self._just_seeded: int | None = None
         self._rank = rank
-        self._own = False
-        self._kept_shared = 0
-        self._own_torch_runs = False
-        self._waiting: dict[str, Any] | None = None
-        self._seeded_from: int | None = None
-        self._renewed: tuple[int, int] | None = None
-        self._generators: dict[str, Any] = {}
-
-    def use(self, own: bool) -> None:
-        """Let the rank's own streams run, or the shared ones."""
-        if own == self._own:
-            return
-        if own:
-            self._count_seeding()
-        seed, waiting = self._script_seed(), self._waiting
-        self._waiting, self._own = get_state(), own
-        if own and seed != self._seeded_from:
-            self._seeded_from = seed
-            seed_all((seed + self._rank) % 2**63)
-        elif waiting is not None:
-            set_state(waiting)
-
-    @property
-    def seedings(self) -> int:
-        """How often the script has seeded the shared streams with ``torch.manual_seed``."""
-        if not self._own:
-            self._count_seeding()
-        return self._seedings
-
-    @intercepts
-    def seeded(self) -> None:
-        """Remember that the script has seeded torch, so that this rank's own streams start again, even with the same seed as before."""
-        if not (self._own or self._own_torch_runs):
-            self._just_seeded = torch.initial_seed()
-
-    @intercepts
-    def restored(self) -> None:
-        """Forget the last seed, because the script has restored an earlier state of torch's stream."""
-        if not (self._own or self._own_torch_runs):
-            self._just_seeded = None
+        self._libraries: dict[str, Any] = {"torch": _Torch(), "numpy": _Numpy(), "python": _Python()}
+        self._own: Libraries = NONE
+        self._kept: dict[str, Any] = {}
+        self._shared_seed: int | None = None
+        self.seedings = 0
 
     def seed(self) -> int:
-        """The seed that the script last gave the shared streams."""
-        with self.shared():
-            return self._script_seed()
+        """The seed of the shared streams, as ``torch.initial_seed()`` has it."""
+        if "torch" in self._own and self._shared_seed is not None:
+            return self._shared_seed
+        return torch.initial_seed()
 
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Use the rank's own streams inside the block."""
-        yield from self._during(True)
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Use the shared streams inside the block."""
-        self._kept_shared += 1
-        try:
-            yield from self._during(False)
-        finally:
-            self._kept_shared -= 1
-
-    @property
-    def may_draw_own(self) -> bool:
-        """Whether a single draw may use the rank's own streams: the shared ones are active, but not in a block of :meth:`shared`."""
-        return not (self._own or self._kept_shared)
-
-    def with_own_torch(self, function: Callable, args: tuple, kwargs: dict) -> tuple[Any, Callable[[], bool]]:
-        """Call ``function`` while torch draws from the rank's own streams, which is cheaper than switching all of them.
+    def use(self, own: Libraries) -> Libraries:
+        """Let the libraries ``own`` draw on this rank's own streams from now on, and the others on the shared ones.
 
         Returns:
-            Its result, and a function that says whether it has drawn.
+            The libraries that did so before.
         """
-        own, shared = self._seeded(), _torch_state()
-        before, outer, self._own_torch_runs = dict(own), self._own_torch_runs, True
-        _set_torch_state(own)
-        if "cuda" in shared and "cuda" not in own:  # the GPU started after the rank's streams
-            torch.cuda.manual_seed(((self._seeded_from or 0) + self._rank) % 2**63)
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            after = _torch_state()
-            own.update(after)
-            _set_torch_state(shared)
-            self._own_torch_runs = outer
-        return result, lambda: any(not torch.equal(before[name], after[name]) for name in after if name in before)
-
-    def own_generator(self, library: str) -> Any:
-        """This rank's own generator for ``"torch"``, ``"numpy.random"`` or ``"random"``, with the same methods as their generators."""
-        self._seeded()
-        return self._generators[library]
-
-    def renew(self, number: int) -> None:
-        """Reseed the shared streams from the script's seed and ``number``, so that ranks with different draws agree again."""
-        self._count_seeding()
-        script_seed = self._script_seed()
-        seed = _mixed(script_seed, number)
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        self._renewed = seed, script_seed
-
-    def _count_seeding(self) -> None:
-        """Count that the script has seeded the shared streams, which run now, if that is still in effect."""
-        if self._just_seeded is None:
-            return
-        if self._just_seeded == torch.initial_seed():
-            self._seedings += 1
-            self._seeded_from = None
-        self._just_seeded = None
-
-    def _script_seed(self) -> int:
-        """The seed of the active streams, without the effect of :meth:`renew`."""
-        seed = torch.initial_seed()
-        return self._renewed[1] if self._renewed and seed == self._renewed[0] else seed
-
-    def _seeded(self) -> dict[str, Any]:
-        """The stored state of the rank's own streams, reseeded if the script has seeded since."""
-        if self._own_torch_runs:  # other threads get torch's seed of these streams too
-            return self._waiting  # type: ignore[return-value]
-        self._count_seeding()
-        seed = self._script_seed()
-        if self._waiting is None or seed != self._seeded_from:
-            self.use(own=True)
-            self.use(own=False)
-            self._generators.clear()
-        if not self._generators:
-            own_seed = _mixed(seed, self._rank)
-            self._generators = {
-                "torch": torch.Generator().manual_seed(own_seed),
-                "numpy.random": np.random.RandomState(own_seed % 2**32),
-                "random": random.Random(own_seed),
-            }
-        return self._waiting  # type: ignore[return-value]
-
-    def _during(self, own: bool) -> Iterator[None]:
         before = self._own
-        self.use(own)
+        if own is not before:
+            if own and not self._kept:
+                self._begin_own()
+            self._own = own
+            for name in before ^ own:
+                library, other = self._libraries[name], self._kept[name]
+                self._kept[name] = library.get()
+                library.set(other)
+        return before
+
+    @contextmanager
+    def used(self, own: Libraries) -> Iterator[None]:
+        """:meth:`use` inside the block."""
+        before = self.use(own)
         try:
             yield
         finally:
             self.use(before)
 
+    def _begin_own(self) -> None:
+        self._shared_seed = torch.initial_seed()
+        own = _own_seed(self._shared_seed, self._rank)
+        self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
-def _torch_state() -> dict[str, torch.Tensor]:
-    state = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    def script_seeded(self, library: str) -> None:
+        """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
+        if library == "torch":
+            self.seedings += 1
+            _begun_at.pop(torch.initial_seed(), None)
+        if not self._kept:
+            return
+        stream = self._libraries[library]
+        shared = stream.get()
+        if library == "torch":
+            seed = self._shared_seed = torch.initial_seed()
+            own = stream.seeded((seed + self._rank) % 2**63)
+        elif library == "numpy":
+            drawn = np.random.RandomState(np.random.MT19937())
+            drawn.set_state(np.random.get_state())
+            own = stream.seeded(int(drawn.randint(2**31)) + self._rank)
+            if library in self._own:  # the bit generator itself is the stream: the shared set gets the one that was seeded
+                other = self._kept[library]
+                other.state = shared.state
+                shared = other
+        else:
+            copy = random.Random()
+            copy.setstate(shared)
+            own = stream.seeded(copy.getrandbits(32) + self._rank)
+        if library in self._own:
+            self._kept[library] = shared
+            stream.set(own)
+        else:
+            self._kept[library] = own
+
+    def close(self) -> None:
+        """Leave the process with the shared streams."""
+        self.use(NONE)
+        self._kept = {}
 
 
-def _set_torch_state(state: dict[str, Any]) -> None:
-    torch.default_generator.set_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def get_states() -> tuple[Any, ...]:
+    """The states of the streams that torch, numpy and Python draw on now."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), gpu
 
 
-def _mixed(seed: int, number: int) -> int:
-    """A seed derived from ``seed`` and ``number`` that has nothing in common with those of other numbers."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big") >> 1
+def set_states(states: tuple[Any, ...]) -> None:
+    """Put back what :func:`get_states` returned."""
+    cpu, numpys, pythons, gpu = states
+    torch.set_rng_state(cpu)
+    np.random.set_state(numpys)
+    random.setstate(pythons)
+    if gpu is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(gpu)

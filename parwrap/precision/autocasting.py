@@ -1,135 +1,115 @@
-"""Autocast around the user's code, disabled during a backward or an optimizer's step, and while a loader draws.
+"""Autocast around the user's code, off during a backward or an optimizer's step, and while a loader draws.
 
-Torch's cache of cast weights is disabled, because it is only cleared when the outermost autocast ends. A whole training loop runs inside
-this one, so it would use the weights of the first step throughout.
+Torch's cache of cast weights is off, because it is only cleared when the outermost autocast ends. A whole training loop runs inside this
+one, so it would use the weights of the first step throughout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from parwrap.coordination.call_site import location
-from parwrap.data.passes import Pass
-from parwrap.intercept.backward import Backward
-from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.intercept.skipping import steps_running
-from parwrap.precision.user_managed import stand_aside, warn_once
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward
+from parwrap.places import script_place
 from parwrap.torch_private.amp import autocast_enabled
 
 __all__ = ["Autocasting"]
 
 
 class Autocasting(Interceptor):
-    """The interceptor that disables autocast outside of forward passes.
+    """Turns autocast off outside of forward passes.
 
-    It re-enables only what it has disabled, because there may be other autocasts inside or around it.
+    It turns on only what it has turned off, because there may be other autocasts inside or around it.
 
     Args:
         device: the type of device.
         dtype: the dtype to cast to; ``None`` for no autocast.
+        say: prints a line on rank 0.
     """
 
-    def __init__(self, device: str, dtype: torch.dtype | None) -> None:
-        self._device, self._dtype = device, dtype
-        self._depth, self._before = 0, False
+    def __init__(self, device: str, dtype: torch.dtype | None, say: Callable[[str], None]) -> None:
+        self._device, self._dtype, self._say = device, dtype, say
+        self._steps, self._before = 0, False
         self._user_managed = dtype is None
-        self._noted = False
-        self._watching = ExitStack()
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The autocast context. Without a dtype, it disables the autocast of an outer scope."""
-        autocast = torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False)
-        with autocast, self._watching:
+        """The autocast context. Without a dtype, it turns off the autocast of an outer scope."""
+        with torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False):
             yield
 
-    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Read batches with autocast disabled, in worker processes too, because hand-written autocast covers only the forward pass."""
+        """Read batches without autocast, in worker processes too: autocast by hand is around the forward pass only."""
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
-    iterate_pipelines = iterate
+    @contextmanager
+    def off_for_data(self) -> Iterator[None]:
+        """No autocast inside the block, where data is drawn. A script's own autocast is unchanged."""
+        if self._user_managed:
+            yield
+            return
+        with self._off():
+            yield
 
-    def off_for_data(self) -> AbstractContextManager:
-        """Disable autocast while data is drawn. A script's own autocast is unchanged."""
-        return nullcontext() if self._user_managed else self._off()
-
-    @intercepts
     def backward(self, call: Backward) -> None:
-        if self._depth:
-            self._on_again()  # a step that raised an error did not report its end
+        self._on_again()  # a step that raised has not reported its end
         with self._off():
             call.run()
 
-    @intercepts
     def step(self, optimizer: Optimizer) -> None:
-        """Disable autocast when a step begins. The step may contain the step of a base class or of another optimizer."""
-        if not self._depth:
+        """No autocast from here to the end of the step, which may contain the step of a base class or of another optimizer."""
+        if not self._steps:
             self._before = torch.is_autocast_enabled(self._device)
             torch.set_autocast_enabled(self._device, False)
-            if self._before:
-                self._watch()
-        self._depth += 1
+        self._steps += 1
 
-    @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
-        if self._depth == 1:
+        if self._steps == 1:
             self._on_again()
-        elif self._depth:
-            self._depth -= 1
+        elif self._steps:
+            self._steps -= 1
 
-    @intercepts
-    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Enable autocast in a closure, because it contains a forward pass."""
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Autocast in a closure, because it contains a forward pass."""
 
         def with_autocast() -> Any:
-            depth = self._depth
+            steps = self._steps
             self._on_again()
             loss = closure()  # if it raises, the step has ended
-            self._depth = depth
+            self._steps = steps
             torch.set_autocast_enabled(self._device, False)
-            if self._before:
-                self._watch()
             return loss
 
         return with_autocast
 
-    @intercepts
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """Disable this autocast for good when the script enters its own."""
-        if autocast_enabled(instance) and instance.device == self._device and not self._user_managed:
+        """Turn this autocast off for good when the script enters its own."""
+        if instance.device != self._device or self._user_managed:
+            return
+        if autocast_enabled(instance):
             self._user_managed, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
-            stand_aside("torch.autocast", "it casts nothing itself here")
-        elif not (autocast_enabled(instance) or self._user_managed or self._noted) and instance.device == self._device:
-            self._noted = True
-            warn_once(
-                f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If it belongs to the script's own option for "
-                "mixed precision, turn on that option instead of parwrap.amp, or remove it."
+            self._say(
+                "this script uses torch.autocast itself, so parwrap.amp leaves it alone: it casts nothing itself here. To let parwrap do "
+                "it, remove it from the script."
+            )
+        else:
+            self._say(
+                f"torch.autocast(enabled=False) at {script_place()} keeps that part in float32. If it belongs to the script's own option "
+                "for mixed precision, turn on that option instead of parwrap.amp, or remove it."
             )
 
-    def _watch(self) -> None:
-        """Check that a step is really running when a module is called, because a step that raises an error does not report its end."""
-
-        def before_forward(module: torch.nn.Module, args: tuple) -> None:
-            if not steps_running():
-                self._on_again()
-
-        self._watching.callback(register_module_forward_pre_hook(before_forward).remove)
-
     def _on_again(self) -> None:
-        self._watching.close()
-        self._depth = 0
-        if self._before:
+        if self._steps and self._before:
             torch.set_autocast_enabled(self._device, True)
+        self._steps = 0
 
     @contextmanager
     def _off(self) -> Iterator[None]:
@@ -142,17 +122,18 @@ class Autocasting(Interceptor):
                 torch.set_autocast_enabled(self._device, True)
 
 
-class _Drawn(Pass):
-    """Iterates over a loader with autocast disabled while batches are drawn."""
+class _Drawn:
+    """Iterates over a loader without autocast while batches are drawn."""
 
     def __init__(self, batches: Iterator, casting: Autocasting) -> None:
-        super().__init__(batches, lambda exhausted: None)
-        self._casting = casting
+        self._batches, self._casting = batches, casting
+
+    def __iter__(self) -> _Drawn:
+        return self
 
     def __next__(self) -> Any:
         with self._casting.off_for_data():
-            return super().__next__()
+            return next(self._batches)
 
-    def last(self) -> bool:
-        with self._casting.off_for_data():
-            return super().last()
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]

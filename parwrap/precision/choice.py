@@ -1,7 +1,10 @@
-"""The requested precision, by dtype or by one of Apex's levels, and its meaning on a device."""
+"""The requested precision, by dtype or by one of Apex's levels, its meaning on a device, and what the device lacks in it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +12,7 @@ import torch
 
 from parwrap.errors import UsageError
 
-__all__ = ["DTYPES", "LEVELS", "Precision", "check", "choose"]
+__all__ = ["LEVELS", "Precision", "check", "choose", "missing_named"]
 
 DTYPES = {
     "auto": None,
@@ -82,3 +85,39 @@ def choose(dtype: Any, level: str | None, device: str) -> Precision:
 
 def _has_bf16(device: str) -> bool:
     return device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+# operations that a device lacks
+
+NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+
+SAYING = [
+    {dtype: text.replace("DTYPE", name) for dtype, name in NAMES.items()}
+    for text in (r"\"(\w+)\" not implemented for 'DTYPE'", r"([\w.]+): Low precision dtypes not supported. Got DTYPE")
+]
+"""Torch's error messages for a missing operation, by dtype."""
+
+NUMPY = "Got unsupported ScalarType BFloat16"
+"""The message of ``tensor.numpy()``."""
+
+
+@contextmanager
+def missing_named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Raise :class:`UsageError` for an operation that ``device``, or NumPy, lacks in ``dtype``."""
+    try:
+        yield
+    except TypeError as error:
+        if dtype is not torch.bfloat16 or NUMPY not in str(error):
+            raise
+        raise UsageError(
+            "NumPy has no bfloat16, the dtype of outputs under parwrap.amp: write .float().numpy() instead of .numpy()."
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        operation = dtype is not None and next((match[1] for each in SAYING if (match := re.search(each[dtype], str(error)))), "")
+        if not operation:
+            raise
+        instead = "use parwrap.amp(dtype='bf16'), or" if dtype is torch.float16 else "remove parwrap.amp, or"
+        raise UsageError(
+            f"{operation} does not exist for {str(dtype).removeprefix('torch.')} on {device}: {instead} pass it float32 tensors in `with "
+            "parwrap.amp(level='O0'):`."
+        ) from error

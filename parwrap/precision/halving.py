@@ -6,7 +6,8 @@ float16 and its outputs to float32, so losses are computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.loop.loop_state import Loop
-from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.optimizers import parameters_of
+from parwrap.ranks.structures import mapped
+from parwrap.torch_private.autograd import in_backward
 from parwrap.torch_private.modules import BatchNorm, registered_buffers
-from parwrap.torch_private.pytree import tree_map_only
 from parwrap.torch_private.tensors import version_of
 
 __all__ = ["HalfForGood", "HalfInCalls"]
@@ -30,32 +31,35 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class _Halving(Interceptor):
-    def __init__(self) -> None:
-        self._loop = Loop()
-        self._loop.find_optimizers()
+    """Casts models in training.
+
+    Args:
+        optimizers: the optimizers that were built before.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = weakref.WeakSet(optimizers)
         self._inside = False
 
-    @intercepts
-    def own_parameters(self, optimizer: Optimizer) -> None:
-        self._loop.own_parameters(optimizer)
+    def built(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
 
-    @intercepts
-    def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
         """Run the call of ``module``, in float16 if it is a model in training."""
         if self._inside or isinstance(module, WRAPPERS) or not self._is_model(module):
-            return run(*args, **kwargs)
+            return original(*args, **kwargs)
         self._inside = True
         try:
-            outputs = self._run(module, _cast(args, HALF), _cast(kwargs, HALF), run)
+            outputs = self._run(module, _cast(args, HALF), _cast(kwargs, HALF), original)
         finally:
             self._inside = False
         # a part of a model that a checkpoint recomputes, in a backward, is not called from outside
-        return outputs if current_graph_task_id() != NO_GRAPH_TASK else _cast(outputs, torch.float32)
+        return outputs if in_backward() else _cast(outputs, torch.float32)
 
     def _is_model(self, module: nn.Module) -> bool:
         if type(module).__module__.startswith("parwrap."):
-            return False  # it holds parameters for a reducer, and its input must not be cast
-        owned = {id(p) for p in self._loop.owned().values()}
+            return False  # it holds parameters for a reducer
+        owned = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
         return any(id(p) in owned for p in module.parameters())
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
@@ -100,7 +104,7 @@ class HalfForGood(_Halving):
     def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         if any(p.dtype is not HALF for p in module.parameters() if p.is_floating_point()):
             module.to(HALF)
-            for optimizer in self._loop.optimizers():
+            for optimizer in self._optimizers:
                 if optimizer.state:
                     optimizer.load_state_dict(optimizer.state_dict())  # this casts it to the dtype of the parameters
         return run(*args, **kwargs)
@@ -113,4 +117,4 @@ def _take_over(p: torch.Tensor, half: torch.Tensor) -> None:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+    return mapped(values, lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf)

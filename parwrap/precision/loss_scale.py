@@ -1,7 +1,7 @@
-"""The state of mixed precision: the loss scale and the number of steps skipped for it.
+"""The loss scale of fp16: when it grows and shrinks, how many steps were skipped, and when an iteration of a loop is over.
 
-Torch's own ``GradScaler`` decides when the scale grows and shrinks. After each iteration it learns whether a gradient was non-finite. It is
-on the CPU for every device, so that reading the scale never waits.
+The rule is that of torch's ``GradScaler`` (Micikevicius et al., 2018, section 3.2): halve the scale after an iteration with a gradient that
+is not finite, and double it after 2,000 iterations without one. It is a number on the host, so that reading it never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +16,10 @@ from torch.optim import Optimizer
 
 from parwrap.errors import ParwrapError
 
-__all__ = ["FLOOR", "AmpState", "Iterations", "Policy"]
+__all__ = ["AmpState", "Iterations"]
 
 FLOOR = 2.0**-24
 """The smallest positive number of float16: with a smaller scale, a loss of 1 becomes 0."""
-
-
-class Policy(torch.amp.GradScaler):
-    """Parwrap's own GradScaler; a subclass, to distinguish it from the user's."""
 
 
 class AmpState:
@@ -32,11 +27,15 @@ class AmpState:
 
     Args:
         scales: whether losses are scaled; if not, the scale is 1, and loading has no effect.
-        policy: options of :class:`torch.amp.GradScaler`: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``.
+        init_scale: the first scale.
+        growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
+        backoff_factor: its factor after an iteration with a skipped step.
+        growth_interval: the number of iterations before the scale grows.
 
     Attributes:
         scales: whether losses are scaled.
-        skipped_steps: the number of optimizer steps skipped because of a non-finite gradient.
+        scale: the factor for losses.
+        skipped_steps: the number of optimizer steps skipped because of a gradient that was not finite.
         restored: whether the state was loaded from a checkpoint.
 
     >>> state = AmpState(init_scale=8.0)
@@ -45,34 +44,40 @@ class AmpState:
     AmpState(scale=4.0, skipped_steps=0)
     """
 
-    def __init__(self, scales: bool = True, **policy: Any) -> None:
-        self.scales, self._policy = scales, policy
+    def __init__(
+        self,
+        scales: bool = True,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scales, self._init_scale = scales, init_scale
+        self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
         self.reset()
 
     def reset(self) -> None:
-        """Reset the scale for another training."""
-        self._scaler = Policy("cpu", enabled=self.scales, **self._policy)
-        torch.amp.GradScaler.scale(self._scaler, _number(1.0))  # this creates the scale
+        """Begin another training."""
+        self.scale = float(self._init_scale) if self.scales else 1.0
         self.skipped_steps, self.restored = 0, False
-        self._skipped_in_a_row = 0
-
-    @property
-    def scale(self) -> float:
-        """The factor for losses."""
-        return self._scaler.get_scale()
+        self._growth_tracker = self._skipped_in_a_row = 0
 
     def end_iteration(self, found: bool) -> None:
-        """Update the scale after an iteration; ``found`` says whether a gradient was non-finite.
+        """Update the scale after an iteration; ``found`` says whether a gradient was not finite.
 
         Raises:
             ParwrapError: the scale is so small that no further step will be taken.
         """
-        result = _number(0.0)
-        result.grad = _number(math.inf if found else 0.0)
-        self._scaler.unscale_(SimpleNamespace(param_groups=[{"params": [result]}]))  # type: ignore[arg-type]  # it reads nothing else
-        self._scaler.update()
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if found else 0
-        if found and self.scale < FLOOR:
+        if not found:
+            self._skipped_in_a_row = 0
+            self._growth_tracker = (self._growth_tracker + 1) % self._growth_interval
+            if self._growth_tracker == 0 and math.isfinite(larger := _rounded(self.scale * self._growth_factor)):
+                self.scale = larger
+            return
+        self.scale, self._growth_tracker = _rounded(self.scale * self._backoff_factor), 0
+        self._skipped_in_a_row += 1
+        if self.scale < FLOOR:
             raise ParwrapError(
                 f"gradients were not finite in {self._skipped_in_a_row} iterations in a row, and the loss scale has fallen to "
                 f"{self.scale:.2g}: the training has diverged, or its gradients do not fit into float16. Compute in bf16 "
@@ -80,17 +85,33 @@ class AmpState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The argument of :meth:`load_state_dict`, for a checkpoint."""
-        return {**self._scaler.state_dict(), "skipped_steps": self.skipped_steps} if self.scales else {}
+        """The argument of :meth:`load_state_dict`, for a checkpoint; its keys are those of a ``GradScaler``."""
+        if not self.scales:
+            return {}
+        return {
+            "scale": self.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+            "skipped_steps": self.skipped_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, which may also be the state of a :class:`torch.amp.GradScaler`. This has no effect without scaling."""
+        """Continue from ``state``, which may also be that of a :class:`torch.amp.GradScaler`. This has no effect without scaling."""
         if self.scales and state:
-            self._scaler.load_state_dict(state)
-            self.skipped_steps, self.restored = state.get("skipped_steps", 0), True
+            self.scale, self._growth_tracker = float(state["scale"]), state["_growth_tracker"]
+            self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
+            self._growth_interval, self.skipped_steps = state["growth_interval"], state.get("skipped_steps", 0)
+            self.restored = True
 
     def __repr__(self) -> str:
         return f"AmpState(scale={self.scale}, skipped_steps={self.skipped_steps})"
+
+
+def _rounded(scale: float) -> float:
+    """``scale`` in float32, as torch has it."""
+    return torch.tensor(scale, dtype=torch.float32, device="cpu").item()
 
 
 class Iterations:
@@ -135,7 +156,3 @@ class Iterations:
         found = any(self._stepped.values())
         self._stepped.clear()
         self._over(found)
-
-
-def _number(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32, device="cpu")  # whatever the script's defaults are

@@ -1,8 +1,7 @@
 """Unscales the gradients of a scaled loss: divides the gradients of one backward pass by the scale before they reach ``.grad``.
 
 A hook on each leaf tensor does it, before the gradient is added to an existing ``.grad`` and before ranks average. So the result is right
-for gradients of earlier backward passes, sparse gradients, gradients of inputs, and backward passes with ``create_graph=True``. Ranks may
-have different scales.
+for gradients of earlier backward passes, sparse gradients, gradients of inputs, and backward passes with ``create_graph=True``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from parwrap.errors import UsageError
-from parwrap.intercept.backward import Backward
-from parwrap.loop.autograd_graph import reached
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.losses import reached
 from parwrap.torch_private.autograd import tensor_hooks
 
 __all__ = ["Unscaling"]

@@ -1,90 +1,122 @@
-"""Intercepts output: rank 0 prints; the other ranks show only errors and what they print with ``force=True``.
+"""Rank 0 speaks: the output of the other ranks goes to their log, or nowhere (contract, rule 8).
 
-A launcher may show all ranks: see ``launching/elastic/rank_output.py``. The other interceptors of this room handle files.
+The file descriptors 1 and 2 lead elsewhere, so that native code and child processes are silent too. ``sys.stdout`` and ``sys.stderr`` stay
+the same objects.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import builtins
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import TextIO
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
 
-from parwrap.coordination.call_site import outside
-from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.system.progress_bars import bars_cleared
+from parwrap.intercept.patch import Patch, installed
+from parwrap.rank_zero.trackers import trackers_silent
 
-__all__ = ["RankZeroOutput", "Voice", "settle"]
-
-_everyone, _log_only = False, os.devnull
+__all__ = ["Output", "output_of"]
 
 
-def settle(everyone: bool, log_only: str) -> None:
-    """Set whether ``everyone`` prints in this process; if not, ``log_only`` is the file for the output of silent ranks."""
-    global _everyone, _log_only
-    _everyone, _log_only = everyone, log_only
+class Output:
+    """Where this rank can be heard.
+
+    Attributes:
+        stdout: what ``print(..., force=True)`` writes to; ``None`` on a rank that speaks anyway.
+        errors: where errors go that must be seen, on every rank.
+    """
+
+    def __init__(self, stdout: TextIO | None = None, errors: TextIO | None = None) -> None:
+        self.stdout = stdout
+        self._errors = errors
+
+    @property
+    def errors(self) -> TextIO:
+        return self._errors or sys.stderr
+
+    def instead_of(self, file: TextIO | None) -> TextIO | None:
+        """The stream for a forced print to ``file``, if that is silent."""
+        if self.stdout is None or file not in (None, sys.stdout, sys.stderr):
+            return None
+        return self.errors if file is sys.stderr else self.stdout
 
 
-class Voice(Interceptor):
-    """Lets ``print`` accept ``force=`` on a single rank too."""
-
-    @intercepts
-    def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
-        say()
-
-
-class RankZeroOutput(Voice):
-    """Lets rank 0 print for all ranks.
+@contextmanager
+def output_of(rank: int, log: str | None = None, heard: bool = False) -> Iterator[Output]:
+    """Let rank 0 alone print inside the block; ``print(..., force=True)`` prints on every rank.
 
     Args:
         rank: this rank.
+        log: the file for the output of a silent rank; by default it is dropped.
+        heard: whether this rank prints too, because a launcher shows all ranks.
+
+    Yields:
+        where this rank can be heard.
     """
+    with ExitStack() as stack:
+        output = Output() if rank == 0 or heard else stack.enter_context(_silent(log or os.devnull))
+        if rank > 0:
+            stack.enter_context(trackers_silent())
+        stack.enter_context(installed([_print_patch(output)]))
+        yield output
 
-    def __init__(self, rank: int) -> None:
-        self._process = os.getpid()
-        self._rank, self._speaks = rank, rank == 0 or _everyone
-        self._streams = (sys.stdout, sys.stderr)
 
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
-        """On ranks other than 0, redirect stdout and stderr, which covers print, tqdm, warnings and logging."""
-        if self._speaks:
-            yield
-            return
-        with open(_log_only, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            yield
+def _print_patch(output: Output) -> Patch:
+    """``print`` with the argument ``force``."""
 
-    @intercepts
-    def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
-        """Run ``print`` on rank 0, and with ``force=True`` on every rank."""
-        if self._speaks or not force:
-            say()
-        elif file in (None, sys.stdout, sys.stderr):
-            stdout, stderr = self._streams
-            say(file=stderr if file is sys.stderr else stdout, flush=True)
-        else:
-            say()
+    def speak(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        force = kwargs.pop("force", False)
+        stream = output.instead_of(kwargs.get("file")) if force else None
+        wrapped(*args, **({**kwargs, "file": stream, "flush": True} if stream else kwargs))
 
-    @intercepts
-    def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
-        """Handle a log record: unchanged on rank 0; other ranks show only errors, with their rank."""
-        if self._speaks:
-            handle()
-        elif record.levelno >= logging.ERROR:
-            text = logging.Formatter("%(levelname)s:%(name)s:%(message)s").format(record)
-            print(f"[rank {self._rank}] {text}", file=self._streams[1], flush=True)
+    return Patch(builtins, "print", speak)
 
-    @intercepts
-    def points_to(self, caller: FrameType, stacklevel: int) -> int:
-        """The stack level of the line that a warning is about, because a patched function has frames of parwrap above it."""
-        return outside(caller, stacklevel)
 
-    @intercepts
-    def show_warning(self, show: Callable[[], None]) -> None:
-        # a forked process has copies of the bars, and of a lock that another thread may hold
-        with bars_cleared() if os.getpid() == self._process else contextlib.nullcontext():
-            show()
+@contextmanager
+def _silent(log: str) -> Iterator[Output]:
+    """Inside the block, output goes to the file ``log``. Yields duplicates of where it went before."""
+    _flush()
+    with ExitStack() as stack:
+        target = stack.enter_context(open(log, "a", buffering=1))
+        heard = [_heard(stream, number, stack) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
+        for number in sorted({1, 2} | {number for stream in (sys.stdout, sys.stderr) if (number := _descriptor(stream)) is not None}):
+            _lead(number, target.fileno(), stack)
+        if _descriptor(sys.stdout) is None:  # in memory, or of a notebook
+            stack.enter_context(redirect_stdout(target))
+        if _descriptor(sys.stderr) is None:
+            stack.enter_context(redirect_stderr(target))
+        stack.callback(_flush)
+        yield Output(*heard)
+
+
+def _lead(number: int, target: int, stack: ExitStack) -> None:
+    """Let a file descriptor lead to ``target`` until ``stack`` ends."""
+    try:
+        before = os.dup(number)
+    except OSError:  # closed, as in a daemon
+        return
+    inheritable = os.get_inheritable(number)
+    os.dup2(target, number, inheritable)
+    stack.callback(os.close, before)
+    stack.callback(os.dup2, before, number, inheritable)
+
+
+def _heard(stream: TextIO, number: int, stack: ExitStack) -> TextIO:
+    """A stream to where ``stream`` leads now."""
+    descriptor = _descriptor(stream)
+    if descriptor is None:
+        return stream
+    return stack.enter_context(open(os.dup(descriptor), "w", buffering=1, encoding=getattr(stream, "encoding", None), errors="replace"))
+
+
+def _descriptor(stream: Any) -> int | None:
+    with suppress(Exception):  # streams of notebooks and tests raise several kinds
+        return int(stream.fileno())
+    return None
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

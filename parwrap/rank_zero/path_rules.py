@@ -1,7 +1,7 @@
 """Which paths only rank 0 may write, and the unique name of each.
 
-Exempt are paths of a single process (temporary files, devices), shared caches, child processes, and code that only one rank runs. The
-interceptors handle the other paths.
+Exempt are paths of a single process (temporary files, devices), shared caches, child processes, and code that only one rank runs.
+``writer.py`` and ``scratch.py`` handle the other paths.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from parwrap.group.group import is_alone
-from parwrap.rank_zero.per_thread import here, passing
+from parwrap.ranks.group import is_alone
 
-__all__ = ["PathRules", "ancestors"]
+__all__ = ["PathRules", "ancestors", "every_rank_writing", "passing"]
 
 SYSTEM = ("/dev", "/proc", "/sys")
 
@@ -39,11 +39,41 @@ CACHES = {
 MOST_LINKS = 40
 """The number of links to follow, as in Linux; the system itself detects cycles."""
 
-SLACK = 5
-"""Seconds by which the clock of a file system may differ from this machine's."""
+SLACK = 0.05
+"""Seconds by which the time of a file may be behind the clock: kernels keep a coarse one."""
 
 _TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
 """The part of a temporary file's name that contains its rank."""
+
+
+class _Here(threading.local):
+    """The number of blocks of each kind that this thread is in."""
+
+    passing = 0
+    every_rank = 0
+
+
+_here = _Here()
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """Let this thread's file calls run unchanged inside the block, because they are parwrap's own."""
+    _here.passing += 1
+    try:
+        yield
+    finally:
+        _here.passing -= 1
+
+
+@contextmanager
+def every_rank_writing() -> Iterator[None]:
+    """Let this thread write files on every rank inside the block."""
+    _here.every_rank += 1
+    try:
+        yield
+    finally:
+        _here.every_rank -= 1
 
 
 class PathRules:
@@ -51,11 +81,12 @@ class PathRules:
 
     Args:
         rank: the global rank of this process.
+        since: when the run began, in seconds since the epoch; by default now.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, since: float | None = None) -> None:
         self.open = True
-        self.since = time.time() - SLACK
+        self.since = time.time() - SLACK if since is None else since
         """A file changed before this time, in seconds since the epoch, existed before the function ran."""
         self._rank = rank
         self._process = os.getpid()
@@ -67,28 +98,22 @@ class PathRules:
 
     def acts(self) -> bool:
         """Whether the rule applies to what this thread does now."""
-        return self.looks() and not is_alone(here=True) and self.in_process()
+        return self.looks() and not is_alone() and self.in_process()
 
     def looks(self) -> bool:
         """Whether this thread's calls are intercepted now."""
-        return self.open and not here.passing
+        return self.open and not _here.passing
 
     def in_process(self) -> bool:
         """Whether this process created the rules, rather than being a later fork."""
         return os.getpid() == self._process
-
-    def in_child(self, path: Any) -> bool:
-        """Whether a forked child of this process is about to change ``path``, to which the rule applies."""
-        if self.in_process() or not self.looks() or here.every_rank or is_alone() or isinstance(path, int) or _called_by_tempfile():
-            return False
-        return not self.exempt(self.key(path))
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The unique name of ``path``, which is about to be changed; ``None`` if the change runs unchanged."""
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
-        if here.every_rank or _called_by_tempfile():
+        if _here.every_rank or _called_by_tempfile():
             self.own(key)
             return None
         return None if self.exempt(key) else key

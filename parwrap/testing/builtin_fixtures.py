@@ -64,6 +64,11 @@ def _warned(config: pytest.Config, rank: int) -> AbstractContextManager[Warnings
     return WarningsRecorder(_ispytest=True)
 
 
+def _patching(config: pytest.Config, rank: int) -> AbstractContextManager[pytest.MonkeyPatch]:
+    """``monkeypatch``."""
+    return pytest.MonkeyPatch.context()
+
+
 @contextmanager
 def _folders(config: pytest.Config, rank: int, base: Path) -> Iterator[pytest.TempPathFactory]:
     """``tmp_path_factory``: each rank makes folders below a separate one."""
@@ -121,6 +126,7 @@ _STAND_INS: dict[Any, Callable[[Any, pytest.Function], Any]] = {
     CaptureFixture: lambda value, item: _StandIn(_captured, value.captureclass),
     pytest.LogCaptureFixture: lambda value, item: _StandIn(_logged, logging.root.level),
     WarningsRecorder: lambda value, item: _StandIn(_warned),
+    pytest.MonkeyPatch: lambda value, item: _StandIn(_patching),
     pytest.TempPathFactory: lambda value, item: _StandIn(_folders, value.getbasetemp()),
     **dict.fromkeys((pytest.FixtureRequest, *pytest.FixtureRequest.__subclasses__()), _of_request),
 }

@@ -4,17 +4,22 @@
     def test_every_rank_gets_the_mean():
         assert parwrap.reduce_mean(parwrap.rank()) == 0.5
 
+The ranks stay for the next test, so a test takes about as long as on one process. Each test starts with the same random streams, and fails
+if it leaves something changed for the next: a patch, an environment variable, a thread, a default of torch. ``ranks(2, fresh=True)`` starts
+processes for this test only, which may leave anything and end as they like.
+
 A failure is shown as the traceback of the rank that failed first; after a time limit, ``ranks(2, timeout=60)`` seconds, the Python stack of
 every rank is shown. Fixtures are made once, in the pytest process. Each rank gets a copy of their values, which must pickle, and of the
-environment; ranks do not see other changes by a fixture. Each rank has its own ``capsys``, ``capfd``, ``caplog``, ``recwarn`` and
-``tmp_path_factory``; ``request`` has its ``param`` and names the test.
+environment; ranks do not see other changes by a fixture. Each rank has its own ``capsys``, ``capfd``, ``caplog``, ``monkeypatch``,
+``recwarn`` and ``tmp_path_factory``; ``request`` has its ``param`` and names the test.
 
-Each rank imports the test's module again. To import slow modules only once, list them in ``ranks_preload`` in pytest's configuration::
+The ranks import each test's module again, once. To import slow modules only once for all ranks, list them in ``ranks_preload`` in pytest's
+configuration::
 
     [tool.pytest.ini_options]
     ranks_preload = ["pandas", "transformers"]
 
-This file reads the mark and reports to pytest; ``rank_launcher.py`` handles the processes.
+This file reads the mark and reports to pytest; ``rank_pools.py`` handles the processes.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import multiprocessing
 import os
 import pickle
 import re
-import tempfile
+import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -34,8 +39,10 @@ import pytest
 from _pytest.unittest import TestCaseFunction
 
 from parwrap.testing.builtin_fixtures import sent
-from parwrap.testing.rank_launcher import GRACE, Rank, collect, dump_stacks, launched, rank_environ, start_fork_server
-from parwrap.testing.rank_process import Report, Task
+from parwrap.testing.rank_pools import GRACE, Pools, Rank, dump_stacks, rank_environ, start_fork_server
+from parwrap.testing.rank_process import RankSetup, Report, Task
+
+POOLS = pytest.StashKey[Pools]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,8 +51,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "ranks(n, timeout=60): run the test on n processes with a gloo process group open in each, for at most timeout seconds."
+        "markers",
+        "ranks(n, timeout=60, fresh=False): run the test on n processes with an open gloo process group, for at most timeout seconds; "
+        "fresh=True starts processes for this test only.",
     )
+    config.stash[POOLS] = Pools(_pytest_options(config), config.getoption("--capture") != "no")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if POOLS in config.stash:
+        config.stash[POOLS].close()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,14 +86,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _read_mark(item: pytest.Function) -> tuple[int, float] | None:
-    """The number of ranks and the time limit in seconds in the mark of ``item``, if it has one."""
+def _read_mark(item: pytest.Function) -> tuple[int, float, bool] | None:
+    """The number of ranks, the time limit in seconds and whether they are fresh in the mark of ``item``, if it has one."""
     mark = item.get_closest_marker("ranks")
     if mark is None:
         return None
     size = mark.args[0] if mark.args else None
     options = dict(mark.kwargs)
-    timeout = options.pop("timeout", 60)
+    timeout, fresh = options.pop("timeout", 60), options.pop("fresh", False)
     if options:
         problem = f"has no option {', '.join(options)}"
     elif not mark.args:
@@ -89,33 +104,34 @@ def _read_mark(item: pytest.Function) -> tuple[int, float] | None:
         problem = f"takes a positive number of ranks, not {size!r}"
     elif type(timeout) not in (int, float) or not timeout > 0:
         problem = f"takes a positive timeout in seconds, not {timeout!r}"
+    elif type(fresh) is not bool:
+        problem = f"takes True or False for fresh, not {fresh!r}"
     elif inspect.iscoroutinefunction(item.function) or inspect.isasyncgenfunction(item.function):
         problem = "cannot run an async test, because the ranks run no event loop"
     elif isinstance(item, TestCaseFunction):
         problem = "cannot run a method of a unittest.TestCase"
     else:
-        return size, timeout
+        return size, timeout, fresh
     pytest.fail(
         f"@pytest.mark.ranks {problem}. Write @pytest.mark.ranks(2) or @pytest.mark.ranks(2, timeout=60) on a plain function or method.",
         pytrace=False,
     )
 
 
-def _run(item: pytest.Function, size: int, timeout: float) -> None:
+def _run(item: pytest.Function, size: int, timeout: float, fresh: bool) -> None:
     """Run ``item`` on ``size`` ranks; if a rank does not pass, the test ends like the first such rank."""
-    with tempfile.TemporaryDirectory(prefix="parwrap-ranks-", ignore_cleanup_errors=True) as folder:
-        tasks = _tasks(item, size, Path(folder))
+    task = _task(item, last=fresh)
+    with item.config.stash[POOLS].lent(size, fresh) as pool:
         try:
-            with launched(tasks) as ranks:
-                reports = collect(ranks, timeout)
-                for first in reports:
-                    if first.outcome != "passed":
-                        _end_like(first, reports, ranks)
-                if len(reports) < size:
-                    pytest.fail(_where_all_are(ranks, reports, timeout), pytrace=False)
+            reports = pool.run(task, timeout)
+            for first in reports:
+                if first.outcome != "passed":
+                    _end_like(first, reports, pool.ranks)
+            if len(reports) < size:
+                pytest.fail(_where_all_are(pool.ranks, reports, timeout), pytrace=False)
         finally:
-            for task in tasks:
-                _attach_output(item, task)
+            for rank in pool.ranks:
+                _attach_output(item, rank.setup)
 
 
 def _pytest_options(config: pytest.Config) -> tuple[str, ...]:
@@ -127,25 +143,17 @@ def _pytest_options(config: pytest.Config) -> tuple[str, ...]:
     return tuple(options)
 
 
-def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
-    values = _pickled_values(item)
-    environ = rank_environ()
-    pytest_options = _pytest_options(item.config)
-    return [
-        Task(
-            rank=rank,
-            size=size,
-            folder=folder,
-            module=item.path,
-            names=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
-            values=values,
-            pytest_options=pytest_options,
-            environ=environ,
-            start_method=multiprocessing.get_start_method(allow_none=True),
-            capture=item.config.getoption("--capture") != "no",
-        )
-        for rank in range(size)
-    ]
+def _task(item: pytest.Function, last: bool) -> Task:
+    return Task(
+        module=item.path,
+        names=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
+        values=_pickled_values(item),
+        environ=rank_environ(),
+        directory=os.getcwd(),
+        path=tuple(sys.path),
+        start_method=multiprocessing.get_start_method(allow_none=True),
+        last=last,
+    )
 
 
 def _pickled_values(item: pytest.Function) -> bytes:
@@ -178,7 +186,7 @@ def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoRetu
         raise pytest.skip.Exception(first.headline, _use_item_location=True)
     if first.outcome == "xfailed":
         pytest.xfail(first.headline)
-    lines = {rank.task.rank: f"was still running {GRACE:g} s later and was killed" for rank in ranks}
+    lines = {rank.setup.rank: f"was still running {GRACE:g} s later and was killed" for rank in ranks}
     lines |= {report.rank: "passed" if report.outcome == "passed" else f"afterwards: {report.headline}" for report in reports}
     del lines[first.rank]
     said = [_said(first.rank, first.headline), *(_said(rank, line) for rank, line in lines.items())]
@@ -189,10 +197,10 @@ def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoRetu
 
 def _where_all_are(ranks: list[Rank], reports: list[Report], timeout: float) -> str:
     passed = {report.rank for report in reports}
-    stuck = [rank for rank in ranks if rank.task.rank not in passed]
+    stuck = [rank for rank in ranks if rank.setup.rank not in passed]
     dump_stacks(stuck)
     lines = dict.fromkeys(passed, "passed, and waits for the others") | {
-        rank.task.rank: rank.stacks() or "has not reached the test yet" for rank in stuck
+        rank.setup.rank: rank.stacks() or "has not reached the test yet" for rank in stuck
     }
     said = [_said(rank, lines[rank]) for rank in sorted(lines)]
     return "\n".join([f"The ranks did not finish within {timeout:g} s. Where each of them is, most recent call first:", *said])
@@ -202,7 +210,7 @@ def _said(rank: int, text: str) -> str:
     return textwrap.indent(text, f"[rank {rank}] ", lambda line: True)
 
 
-def _attach_output(item: pytest.Item, task: Task) -> None:
+def _attach_output(item: pytest.Item, setup: RankSetup) -> None:
     for stream in ("stdout", "stderr"):
-        if task.output(stream).exists() and (text := task.output(stream).read_text(errors="replace")):
-            item.add_report_section("call", f"{stream} of rank {task.rank}", text)
+        if setup.output(stream).exists() and (text := setup.output(stream).read_text(errors="replace")):
+            item.add_report_section("call", f"{stream} of rank {setup.rank}", text)

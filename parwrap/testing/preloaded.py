@@ -1,14 +1,28 @@
-"""Prepares pytest once for the ranks of all tests, when the fork server imports this file; otherwise it would take each rank 60 ms."""
+"""Imports what all ranks need once, and prepares pytest once, when the fork server imports this file.
 
+Without it, torch would take each rank seconds and pytest 60 ms.
+"""
+
+import importlib
 import json
 import os
+from contextlib import suppress
 
-from parwrap.patching.imported_names import note_loaded_modules
+from parwrap.intercept.imported_names import note_loaded_modules
 from parwrap.testing.rank_process import minimal_pytest
 
-PYTEST_OPTIONS = "PARWRAP_TESTING_PYTEST_OPTIONS"
-"""The environment variable that has the ranks' pytest options, as JSON."""
+PRELOAD = "PARWRAP_TESTING_PRELOAD"
+"""The environment variable with the names of the modules to import and the ranks' pytest options, as JSON."""
 
-if PYTEST_OPTIONS in os.environ:
-    minimal_pytest(tuple(json.loads(os.environ[PYTEST_OPTIONS])))
+
+def preload(modules: list[str], pytest_options: list[str]) -> None:
+    """Import ``modules``, as far as they can be: the rank that needs another one shows its error."""
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)
+    minimal_pytest(tuple(pytest_options))
     os.register_at_fork(before=note_loaded_modules)  # not now: this module moves to the end of sys.modules when it has been imported
+
+
+if PRELOAD in os.environ:
+    preload(*json.loads(os.environ[PRELOAD]))

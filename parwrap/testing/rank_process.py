@@ -1,7 +1,7 @@
-"""One rank of a test with the mark ``ranks``: the code in the rank's own process.
+"""One rank of tests with the mark ``ranks``: the code in the rank's own process.
 
-It loads the test again, runs it inside a gloo process group and sends a :class:`Report` back. ``rank_launcher.py`` starts, watches and ends
-the ranks. Every pytest run of every user loads this file, so it imports torch late.
+It opens a gloo process group, then runs one test after another and sends a :class:`Report` of each. ``rank_pools.py`` starts, watches and
+ends the ranks. Every pytest run of every user loads this file, so it imports torch late.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 from _pytest import assertion
@@ -36,35 +36,27 @@ from _pytest.terminal import TerminalReporter
 
 from parwrap.testing.builtin_fixtures import opened
 
-__all__ = ["Report", "Task", "minimal_pytest", "run"]
+__all__ = ["RankSetup", "Report", "Task", "minimal_pytest", "run"]
 
 
 @dataclass(frozen=True)
-class Task:
-    """The task of one rank.
+class RankSetup:
+    """What the process of a rank is started with.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
-        folder: the folder for the rendezvous, output and stacks; one for each test.
-        module: the file of the test.
-        names: the attributes that lead from the module to the test: its classes, if any, and itself.
-        values: the test's arguments by name, the attributes of its ``self`` by name, and the warning filters; pickled.
+        folder: the folder for the rendezvous, output and stacks; one for each pool.
         pytest_options: the command line with which asserts are rewritten and failures are shown as in the parent.
-        environ: the environment variables.
-        start_method: multiprocessing's default, ``None`` until it is fixed.
+        environ: the environment variables with which the process group is opened.
         capture: whether output goes to :meth:`output` rather than to the terminal.
     """
 
     rank: int
     size: int
     folder: Path
-    module: Path
-    names: tuple[str, ...]
-    values: bytes
     pytest_options: tuple[str, ...]
     environ: dict[str, str]
-    start_method: str | None
     capture: bool
 
     def output(self, stream: str) -> Path:
@@ -88,6 +80,31 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Task:
+    """A test for all ranks of a pool.
+
+    Attributes:
+        module: the file of the test.
+        names: the attributes that lead from the module to the test: its classes, if any, and itself.
+        values: the test's arguments by name, the attributes of its ``self`` by name, and the warning filters; pickled.
+        environ: the environment variables.
+        directory: the working directory.
+        path: the entries of ``sys.path``.
+        start_method: multiprocessing's default, ``None`` until it is fixed.
+        last: whether the pool ends after this test, so that it may leave what it likes.
+    """
+
+    module: Path
+    names: tuple[str, ...]
+    values: bytes
+    environ: dict[str, str]
+    directory: str
+    path: tuple[str, ...]
+    start_method: str | None
+    last: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """How a rank's test ended.
 
@@ -106,39 +123,82 @@ class Report:
     text: str = ""
 
 
-def run(task: Task, connection: Connection) -> None:
-    """Run the test of ``task`` in this process and send its :class:`Report` through ``connection``."""
-    __tracebackhide__ = True
+def run(setup: RankSetup, connection: Connection) -> None:
+    """Run the tests that come through ``connection`` in this process, and send the :class:`Report` of each."""
     gc.freeze()  # the collector skips what the fork server has loaded, so its memory is not copied
-    os.setpgid(0, 0)  # processes that the test starts are killed with it
-    multiprocessing.set_start_method(task.start_method, force=True)
+    os.setpgid(0, 0)  # processes that the tests start are killed with it
     threading.Thread(target=_end_with_pytest, daemon=True).start()
-    if task.capture:
-        _redirect_output(task)
-    task.dump_stacks(task.stacks)
-    os.register_at_fork(after_in_child=lambda: task.dump_stacks(task.stacks_of(os.getpid())))
-    config = minimal_pytest(task.pytest_options)
-    os.environ.clear()
-    os.environ.update(task.environ)
-    tempfile.tempdir = None  # the fork server may have cached a folder that its own environment names
-    held = ExitStack()
+    if setup.capture:
+        _redirect_output(setup)
+    setup.dump_stacks(setup.stacks)
+    os.register_at_fork(after_in_child=lambda: setup.dump_stacks(setup.stacks_of(os.getpid())))
+    config = minimal_pytest(setup.pytest_options)
+    _set_environ({**setup.environ, "TMPDIR": str(setup.folder)})  # what the group leaves there is removed with the folder
+    before = dict(os.environ)
+    with _group_opened(setup):
+        of_group = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        while (task := _received(connection)) is not None:
+            _prepare(setup, task, of_group)
+            report = _tested(setup, task, config)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send(report)
+            if report.outcome != "passed":
+                # the group is not closed: that would wait for collectives which cannot end
+                os.killpg(0, signal.SIGKILL)
+
+
+def _received(connection: Connection) -> Task | None:
     try:
-        test, arguments, filters = _load(task, config)
-        held.enter_context(_group_opened(task))
+        return cast(Task, connection.recv())
+    except EOFError:  # the pool is closed
+        return None
+
+
+def _prepare(setup: RankSetup, task: Task, of_group: Mapping[str, str]) -> None:
+    """Give this process what pytest's own has now; ``of_group`` are the variables that the process group has set."""
+    if setup.capture:
+        for descriptor in (1, 2):
+            os.ftruncate(descriptor, 0)
+    multiprocessing.set_start_method(task.start_method, force=True)
+    _set_environ({**task.environ, **of_group})
+    os.chdir(task.directory)
+    sys.path[:] = task.path
+
+
+def _set_environ(environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None  # it may name a folder of another environment
+
+
+def _tested(setup: RankSetup, task: Task, config: pytest.Config) -> Report:
+    """Run the test of ``task``; it fails too if it leaves something changed for the next."""
+    __tracebackhide__ = True
+    try:
         with warnings.catch_warnings(), _comparisons_explained(config):
+            test, arguments, filters = _load(task, config)
+            from parwrap.testing.process_state import State, differences, seed
+
             warnings.resetwarnings()
             warnings.filters.extend(filters)  # type: ignore[attr-defined]
-            with opened(arguments, config, task.rank) as values:
+            seed()
+            before = None if task.last else State(test.__module__)
+            with opened(arguments, config, setup.rank) as values:
                 test(**values)
+            module = test.__module__
+            del test, arguments, values  # what they hold may run threads
+            gc.collect()
+            found = differences(before, module) if before else []
     except BaseException as error:
-        connection.send(_report(task.rank, error, config))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # the group is not closed: that would wait for collectives which cannot end
-        os.killpg(0, signal.SIGKILL)
-    connection.send(Report(task.rank, "passed", time.time()))
-    connection.poll(None)  # until all have passed: ranks that still wait for this one should be found waiting, not cut off
-    held.close()
+        return _report(setup.rank, error, config)
+    if found:
+        text = (
+            f"The test passed, but leaves changed: {', '.join(found)}. The next test runs in the same processes. Undo it in the test, or "
+            "run the test in processes of its own with @pytest.mark.ranks(n, fresh=True)."
+        )
+        return Report(setup.rank, "failed", time.time(), text)
+    return Report(setup.rank, "passed", time.time())
 
 
 def _end_with_pytest() -> None:
@@ -149,9 +209,9 @@ def _end_with_pytest() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _redirect_output(task: Task) -> None:
+def _redirect_output(setup: RankSetup) -> None:
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        with task.output(name).open("w") as file:
+        with setup.output(name).open("a") as file:
             os.dup2(file.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -184,12 +244,13 @@ def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[
     return getattr(owner, name), arguments, filters
 
 
-def _group_opened(task: Task) -> AbstractContextManager[Any]:
-    from parwrap.group import group
-    from parwrap.world.world import World
+def _group_opened(setup: RankSetup) -> AbstractContextManager[Any]:
+    from parwrap.ranks import group
+    from parwrap.ranks.world import World
 
-    rendezvous = (task.folder / "rendezvous").as_uri()
-    return group.opened(World(task.rank, task.size, task.rank, task.size, launcher="testing", init_method=rendezvous), backend="gloo")
+    rendezvous = (setup.folder / "rendezvous").as_uri()
+    world = World(setup.rank, setup.size, setup.rank, setup.size, launcher="testing", init_method=rendezvous)
+    return group.opened(world, backend="gloo")
 
 
 def _comparisons_explained(config: pytest.Config) -> AbstractContextManager[Any]:

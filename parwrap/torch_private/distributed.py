@@ -1,4 +1,4 @@
-"""Private names of process groups, device meshes and ``DistributedDataParallel``."""
+"""Private names of process groups and ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "abort_process_groups",
     "check_reducer_finalized",
-    "collective_count",
-    "forget_process_groups",
     "has_rebuilt_buckets",
     "set_default_group",
 ]
-
-collective_count: Callable[[dist.ProcessGroup | None], int] = methodcaller("_get_sequence_number_for_group")
-"""The number of collectives that this rank has begun in a process group. Nothing public counts them."""
 
 abort_process_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
 """Ends all process groups without waiting for running collectives. Publicly, NCCL waits for ranks that may never come."""
@@ -32,9 +27,3 @@ has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_ha
 
 check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
 """Raises ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP checks only in the next forward."""
-
-
-def forget_process_groups(mesh: Any) -> None:
-    """Drop the process groups that a mesh and its root hold, which torch caches forever. Publicly, a mesh cannot be closed."""
-    mesh._get_root_mesh()._pg_registry.clear()
-    mesh._pg_registry.clear()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
-__all__ = ["DYNAMO", "INLINE", "inlined", "source_directory"]
+__all__ = ["DYNAMO", "INLINE", "inlined"]
 
 DYNAMO = "torch._dynamo"
 """The module that a process's first optimizer imports, which takes a second. If imported before a fork, it costs no rank any time."""
 
 INLINE = "_torchdynamo_inline"
 """The attribute of a wrapped function that holds the function to compile instead. ``torch.compiler`` can only leave functions out."""
-
-
-def source_directory() -> str:
-    """The directory of the tracer's source files, with a slash at the end. No public name tells which frames are the tracer's."""
-    import torch
-
-    return os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")
 
 
 def inlined(traced: Callable) -> dict[str, staticmethod]:

@@ -14,26 +14,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 __all__ = [
-    "UNSHARDED_PARAM",
     "clip_grads_with_norm_",
     "collect_grad_tensors",
-    "communication_context",
+    "forget_process_groups",
     "forget_state",
-    "forward_root",
     "initialize",
     "local_tensor",
     "module_info",
     "param_groups",
-    "parameter_name",
     "pre_backward",
+    "register_as",
+    "release_groups",
     "replace_on_modules",
     "reset_iteration",
     "set_pre_backward_registration",
-    "to_sharded",
+    "unsharded_parameter",
 ]
-
-UNSHARDED_PARAM = "_unsharded_param"
-"""The attribute in which torch keeps a whole parameter, with its gradient; absent before the first forward. It is not public."""
 
 local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 """This rank's part of a ``DTensor``. The public ``to_local()`` is an operation in the graph, which returns a view."""
@@ -41,23 +37,22 @@ local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 param_groups: Callable[[Any], list[Any]] = attrgetter("_fsdp_param_groups")
 """The groups of parameters of a state, each gathered and reduced together. States are not public."""
 
-forward_root: Callable[[Any], Any] = attrgetter("_state_ctx.iter_forward_root")
-"""The outermost state whose forward runs or was interrupted, or ``None``. It is not public."""
-
 pre_backward: Callable[[Any], Callable[[Any], Any]] = attrgetter("_pre_backward")
 """A state's hook that gathers its parameters when a backward reaches a gradient. It is not public."""
 
 module_info: Callable[[Any], Any] = attrgetter("_module_info")
 """The module in which a parameter is registered, and its name there. Publicly, a parameter does not have them."""
 
-parameter_name: Callable[[Any], str] = attrgetter("_param_fqn")
-"""The name of a parameter, as in its root's ``named_parameters``. It is not public."""
-
 collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = _collect_grad_tensors
 """The tensors in nested outputs that require a gradient, on which torch registers its hooks. Its module is private."""
 
 clip_grads_with_norm_: Callable[..., None] = clip_grad._clip_grads_with_norm_
 """Scales gradients to a norm. The public ``torch.nn.utils.clip_grads_with_norm_`` is intercepted, and would lead back here."""
+
+
+def unsharded_parameter(param: Any) -> nn.Parameter | None:
+    """The whole parameter that autograd graphs reach, with its gradient; ``None`` before the first forward. It is not public."""
+    return getattr(param, "_unsharded_param", None)
 
 
 def initialize(state: Any) -> None:
@@ -76,21 +71,31 @@ def set_pre_backward_registration(state: Any, register: Callable[[Any], Any]) ->
 
 
 def forget_state(state: Any) -> None:
-    """Hide this state from the states of modules above. ``fully_shard`` has no public inverse."""
+    """Hide a state from the states of modules above. ``fully_shard`` has no public inverse."""
     for module in state._modules:
         _module_state_mapping.pop(module, None)
 
 
-def communication_context(state: Any) -> Any:
-    """The object that a root's states share, with the groups in the order of the last forward. It is not public."""
-    return state._comm_ctx
+def release_groups(state: Any) -> None:
+    """Drop the groups of a state: graphs may hold it, and other ranks wait for a process group that something refers to. Not public."""
+    state._fsdp_param_groups.clear()
+    state._comm_ctx.post_forward_order.clear()
 
 
-def to_sharded(group: Any) -> None:
-    """Put the sharded parameters of a group back on its modules. ``reshard`` does that only in some training states."""
-    group._to_sharded()
+def register_as(param: Any, stand_in: nn.Parameter) -> None:
+    """Register ``stand_in`` in each module while the parameter is sharded, and do not look for it there. Torch registers its own."""
+    register = param._setattr_on_modules
+    param._post_load_hook_handle.remove()
+    param._setattr_on_modules = lambda new: register(stand_in if new is param.sharded_param else new)
+    register(stand_in)
 
 
 def replace_on_modules(param: Any, new: nn.Parameter) -> None:
     """Register ``new`` in each module that holds the parameter, even if it is tied. Nothing public lists these modules."""
     param._setattr_on_modules(new)
+
+
+def forget_process_groups(mesh: Any) -> None:
+    """Drop the process groups that a mesh and its root hold, which torch caches forever. Publicly, a mesh cannot be closed."""
+    mesh._get_root_mesh()._pg_registry.clear()
+    mesh._pg_registry.clear()

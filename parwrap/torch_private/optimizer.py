@@ -1,7 +1,8 @@
-"""Private names of optimizers: the hooks on ``step``."""
+"""Private names of optimizers: the hooks on ``step``, and the function that torch puts around it."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter
@@ -10,7 +11,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
-__all__ = ["global_post_hooks", "global_pre_hooks", "step_hooks"]
+__all__ = ["global_post_hooks", "global_pre_hooks", "step_hooks", "stepping"]
 
 Hooks = OrderedDict[int, Callable]
 """Hooks by the number of their handle, in the order in which they run."""
@@ -23,3 +24,21 @@ global_post_hooks: Hooks = cast(Any, torchs)._global_optimizer_post_hooks
 
 step_hooks: Callable[[Optimizer], tuple[Hooks, Hooks]] = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """The hooks on an optimizer's own step, before and after. Publicly, they can only be added and removed."""
+
+
+STEP = Optimizer.profile_hook_step(print).__code__
+"""The code of the function that torch puts around the ``step`` of every class; it calls the hooks."""
+
+
+def stepping() -> list[Optimizer]:
+    """The optimizers whose steps run where this is called, innermost first; the step of each is part of the step of the next.
+
+    >>> stepping()
+    []
+    """
+    running, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is STEP:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return running

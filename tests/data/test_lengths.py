@@ -1,91 +1,308 @@
-"""``len(loader)`` is that of what a rank gets to see, or it is said."""
+"""Rule 3: the length of a loader."""
 
-import warnings
+from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import parwrap
-from trained_on import Setup
+from parwrap.data.samplers import (
+    DealtBatches,
+    SplitBatches,
+    block,
+    copied_with,
+    distributed_sampler,
+    is_plain,
+    samples_in,
+    share_length,
+    shuffles,
+)
+from training import Training
 
 
 @pytest.mark.ranks(2)
-def test_lengths_are_those_of_what_a_rank_gets_to_see():
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_before_its_first_pass_a_length_is_that_of_a_training_pass():
     with parwrap.distributed():
-        train, test = DataLoader(range(10), batch_size=2, shuffle=True), DataLoader(range(8), batch_size=2)
+        training = Training()
+        loader = DataLoader(range(10), batch_size=2, shuffle=True)
+        before = len(loader)
+        training.train(loader)
 
-        assert (3, 4) == (len(train), len(test))
-        setup = Setup()
-        setup.train(train)
-        setup.model.eval()
-
-        assert (3, 4) == (len(train), len(test))
-        assert 10 == len(train.dataset)
-        with pytest.warns(UserWarning, match="without a backward"):
-            list(train)
-
-        assert 5 == len(train)  # by which a mean over the batches is divided
-        setup.train(train)
-        assert 3 == len(train)
-        with torch.no_grad():
-            assert 5 == len(train)
-    with parwrap.distributed(batch="global"):
-        assert 5 == len(train)
-    assert 5 == len(train)
+    assert 3 == before
 
 
 @pytest.mark.ranks(2)
-def test_a_length_that_was_given_for_a_share_and_turns_out_whole_is_said():
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_so_a_schedule_may_be_built_before_the_optimizer():
     with parwrap.distributed():
-        setup, train, test = Setup(), DataLoader(range(10)), DataLoader(range(8), shuffle=True)
-        lengths = len(train), len(test)
-        setup.train(train)
-        with (
-            torch.no_grad(),
-            pytest.warns(UserWarning, match=r"was 4 before its first pass.*but is 8 now: the loader is not trained on.*eval\(\)"),
-        ):
-            list(test)
-
-        assert (5, 4) == lengths
-        assert 8 == len(test)
-
-
-@pytest.mark.ranks(2)
-def test_a_length_that_is_asked_for_in_an_evaluation_before_any_training_is_said_to_be_wrong():
-    with parwrap.distributed():
-        Setup()
-        test = DataLoader(range(8))
-        assert 4 == len(test)  # as of a loader that will be trained on
-        with (
-            torch.no_grad(),
-            pytest.warns(UserWarning, match=r"was 4 before its first pass.*but is 8 now: the loader is not trained on"),
-        ):
-            list(test)
-
-
-@pytest.mark.ranks(2)
-def test_a_length_that_was_given_for_the_whole_and_turns_out_a_share_is_said():
-    with parwrap.distributed():
-        setup, other, train = Setup(), DataLoader(range(8), shuffle=True), DataLoader(range(10))
-        lengths = len(other), len(train)
-        with pytest.warns(UserWarning, match=r"was 10 before its first pass.*but is 5 now: the loader is trained on.*this rank's share"):
-            setup.train(train)
-
-        assert (4, 10) == lengths
-
-
-@pytest.mark.ranks(2)
-def test_lengths_that_turn_out_right_are_not_talked_about():
-    with parwrap.distributed(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        setup, train, test = Setup(), DataLoader(range(10), shuffle=True), DataLoader(range(8))
-        lengths = len(train), len(test)
-        with torch.no_grad():  # a first look at the loss before training
-            list(train)
+        loader = DataLoader(range(10), batch_size=2, shuffle=True)
+        total = 2 * len(loader)
+        training = Training()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, 0.1, total_steps=total)
         for _ in range(2):
-            setup.train(train)
-            with torch.no_grad():
-                list(test), list(train)
+            for _ in loader:
+                training.step()
+                schedule.step()
 
-        assert (5, 8) == lengths
+    assert total == schedule.last_epoch == 6
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_unless_the_loader_reads_in_order_the_model_is_in_eval_mode_or_gradients_are_off():
+    with parwrap.distributed():
+        training = Training()
+        in_order, in_eval, no_gradients = (DataLoader(range(10), batch_size=2, shuffle=shuffle) for shuffle in (False, True, True))
+        lengths = [len(in_order)]
+        with torch.no_grad():
+            lengths.append(len(no_gradients))
+        training.model.eval()
+        lengths.append(len(in_eval))
+
+    assert [5, 5, 5] == lengths
+
+
+@pytest.mark.ranks(2)
+def test_later_it_is_that_of_a_pass_like_the_last():
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2)
+        training.train(loader)
+        lengths = [len(loader)]
+        with torch.no_grad():
+            for _ in loader:
+                pass
+        lengths.append(len(loader))
+        training.train(loader)
+        lengths.append(len(loader))
+
+    assert [3, 5, 3] == lengths
+
+
+@pytest.mark.ranks(2)
+def test_in_a_pass_it_is_that_of_the_pass():
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2)
+        lengths = {(len(loader), training.step()) for _ in loader}
+        batches = iter(loader)
+        next(batches)
+
+        assert 3 == len(batches)
+        with torch.no_grad():
+            whole = {len(loader) for _ in loader}
+
+    assert {(3, None)} == lengths
+    assert {5} == whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_loader_that_is_said_to_be_shared_or_whole_has_that_length():
+    with parwrap.distributed():
+        Training()
+
+        assert 3 == len(parwrap.shard(DataLoader(range(10), batch_size=2)))
+        assert 5 == len(parwrap.replicate(DataLoader(range(10), batch_size=2, shuffle=True)))
+    with parwrap.distributed(batch="global"):
+        assert 5 == len(DataLoader(range(10), batch_size=2, shuffle=True))
+    assert 5 == len(parwrap.shard(DataLoader(range(10), batch_size=2)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_share_that_is_kept_may_be_trained_on_later():
+    """``list`` asks for the length of a loader that reads in order after it has made the iterator."""
+    with parwrap.distributed():
+        training = Training()
+        kept = list(parwrap.shard(DataLoader(range(10), batch_size=2)))
+        for _ in range(2):
+            for _ in kept:
+                training.step()
+
+        lengths = parwrap.gather(len(kept))
+
+    assert [3, 3] == lengths
+
+
+@pytest.mark.ranks(2)
+def test_list_asks_for_the_length_of_the_pass_that_it_begins():
+    with parwrap.distributed():
+        Training()
+        with pytest.warns(
+            UserWarning, match="no backward followed.*If you keep the batches to train on them later, write parwrap.shard"
+        ) as said:
+            kept = list(DataLoader(range(10), batch_size=2))
+
+    assert (3, 1) == (len(kept), len(said))
+
+
+@pytest.mark.ranks(2)
+def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_passes_is_named():
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2)
+        given = len(loader)
+        with pytest.warns(
+            UserWarning,
+            match=r"parwrap: len\(loader\) was 5 at test_lengths.py:\d+, before the loader was trained on, but the training pass at "
+            r"training.py:\d+ has 3 batches on each rank. A schedule of 5 steps is wrong. Write loader = parwrap.shard\(loader\) where the "
+            "loader is made, so that its length is that of a share from the beginning.",
+        ):
+            training.train(loader)
+
+    assert 5 == given
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_stream_without_a_length_has_none():
+    with parwrap.distributed():
+        loader = DataLoader(Sized(10, hides=True), batch_size=2)
+        with pytest.raises(TypeError, match="has no len"):
+            len(loader)
+        Training().train(loader)
+
+
+class Sized(IterableDataset):
+    def __init__(self, count, hides=False):
+        self.count, self.hides = count, hides
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+    def __len__(self):
+        if self.hides:
+            raise TypeError("object of type 'Sized' has no len()")
+        return self.count
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("uneven", ["pad", "drop", "join"])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_lengths_are_the_numbers_of_batches(uneven, drop_last, batch):
+    with parwrap.distributed(uneven=uneven, batch=batch):
+        training = Training()
+        for count in (9, 16):
+            for loader in (
+                DataLoader(range(count), batch_size=2, drop_last=drop_last),
+                DataLoader(range(count), batch_size=2, drop_last=drop_last, shuffle=True),
+                DataLoader(range(count), batch_sampler=BatchSampler(SequentialSampler(range(count)), 2, drop_last)),
+                DataLoader(Sized(count), batch_size=2, drop_last=drop_last),
+            ):
+                read = sum(1 for _ in loader if not training.step())
+
+                assert read == len(loader), (count, loader.dataset)
+
+
+# the rules alone
+
+UNEVEN = st.sampled_from(["pad", "drop", "join"])
+
+
+@given(st.integers(0, 30), st.integers(1, 5), UNEVEN)
+@settings(max_examples=150)
+def test_batches_are_dealt_out_in_turn_to_all_ranks_alike(count, size, uneven):
+    batches = [[number] for number in range(count)]
+    dealt = [DealtBatches(batches, rank, size, uneven) for rank in range(size)]
+    shares = [list(each) for each in dealt]
+
+    assert 1 == len({len(share) for share in shares})
+    assert all(len(each) == len(share) for each, share in zip(dealt, shares, strict=True))
+    seen = [batch[0] for turn in zip(*shares, strict=True) for batch in turn]
+    assert list(range(count if uneven != "drop" else count - count % size)) == (seen[:count] if uneven == "pad" else sorted(set(seen)))
+    if uneven == "join":
+        assert all(sum(weights) == size for weights in zip(*(each.weights for each in dealt), strict=True))
+
+
+@given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 5))
+@settings(max_examples=150)
+def test_batches_are_split_in_order(sizes, size):
+    batches = [[(batch, number) for number in range(count)] for batch, count in enumerate(sizes)]
+    split = [SplitBatches(batches, rank, size) for rank in range(size)]
+    parts = [list(each) for each in split]
+    for index, batch in enumerate(batches):
+        weights = [each.weights[index] for each in split]
+        kept = [sample for part, weight in zip(parts, weights, strict=True) if weight for sample in part[index]]
+
+        assert batch == kept
+        assert size == pytest.approx(sum(weights))
+        assert all(part[index] for part in parts)
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_blocks_follow_each_other_and_differ_by_one_at_most(samples, size):
+    blocks = [block(samples, rank, size) for rank in range(size)]
+
+    assert list(range(samples)) == [sample for each in blocks for sample in each]
+    assert {0, 1} >= {max(map(len, blocks)) - len(each) for each in blocks}
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 5), st.booleans(), st.sampled_from(["pad", "drop"]))
+@settings(max_examples=150)
+def test_a_share_is_as_long_as_distributed_sampler_says(samples, batch_size, size, drop_last, uneven):
+    loader = DataLoader(range(samples), batch_size=batch_size, drop_last=drop_last)
+    expected = len(BatchSampler(distributed_sampler(loader, 0, size, 0, uneven), batch_size, drop_last))
+
+    assert expected == share_length(loader, len(loader), size, uneven)
+
+
+class ReversedOrder(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(range(3, -1, -1))
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("options", "plain", "shuffled"),
+    [
+        ({}, True, False),
+        ({"shuffle": True}, True, True),
+        ({"batch_size": None}, True, False),
+        ({"sampler": SequentialSampler(range(3))}, False, False),
+        ({"sampler": ReversedOrder()}, False, True),
+        ({"sampler": torch.utils.data.RandomSampler(range(4), replacement=True)}, False, True),
+        ({"sampler": torch.utils.data.RandomSampler(range(4), num_samples=2)}, False, True),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(4)), 2, False)}, False, False),
+        ({"batch_sampler": [[0], [1, 2, 3]]}, False, True),
+    ],
+)
+def test_which_loaders_are_plain_and_which_shuffle(options, plain, shuffled):
+    loader = DataLoader(range(4), **options)
+
+    assert (plain, shuffled) == (is_plain(loader), shuffles(loader))
+
+
+def test_a_copy_of_a_loader_keeps_what_a_subclass_has():
+    class Own(DataLoader):
+        pass
+
+    loader = Own(range(4), batch_size=2)
+    loader.name = "own"
+    copied = copied_with(loader, sampler=range(2))
+
+    assert (Own, "own", range(2), 4) == (type(copied), copied.name, copied.sampler, len(copied.dataset))
+    assert isinstance(loader.sampler, SequentialSampler)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(3, 2), 3),
+        (torch.tensor(1.0), 1),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ({"x": {"y": torch.zeros(3)}}, 3),
+        ([("a", "b"), torch.zeros(2)], 2),
+        (["a", "b", "c"], 3),
+        ((), 0),
+        ({}, 0),
+        (None, 1),
+        ([{"x": torch.zeros(4)}], 4),
+    ],
+)
+def test_the_number_of_samples_in_a_batch(batch, expected):
+    assert expected == samples_in(batch)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parwrap.data.evaluation.merging import Part, Passed, merged
+from parwrap.data.merging import Part, Passed, merged
 from parwrap.errors import UsageError
 
 Scores = namedtuple("Scores", "loss name")

@@ -21,7 +21,7 @@ from parwrap.doctor.facts import (
 )
 from parwrap.doctor.findings import find
 from parwrap.errors import LaunchError
-from parwrap.world.world import detect
+from parwrap.ranks.world import detect
 
 GB = 2**30
 INTERFACES = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth1": ["10.0.0.7"]}
@@ -53,7 +53,7 @@ def found(*facts, test=TESTED):
 
 def launched(*hosts, **parts):
     """The facts of one rank on each of ``hosts``."""
-    ranks = [Launch(rank, len(hosts), 0, 1, rank, "torchrun") for rank in range(len(hosts))]
+    ranks = [Launch(rank, len(hosts), 0, 1, rank, "torchrun", secret=True) for rank in range(len(hosts))]
     return [replace(changed(launch=launch, cores={"threads": 1}, **parts), host=host) for launch, host in zip(ranks, hosts, strict=True)]
 
 
@@ -69,16 +69,6 @@ def test_a_sound_machine_has_no_problem():
         ({"limits": {"open_files": 256}}, "only 256 files may be open", "ulimit -n 524288"),
         ({"limits": {"open_files": 256, "open_files_most": 512}}, "only 256 files", "raise the hard limit, 512"),
         ({"network": {"infiniband": ["mlx5_0"]}}, "InfiniBand (mlx5_0), but only 8 MB of memory may be locked", "ulimit -l unlimited"),
-        (
-            {"network": {"address": None, "addresses": []}},
-            "node7, does not resolve to an address, so gloo",
-            "GLOO_SOCKET_IFNAME=eth1, or map node7",
-        ),
-        (
-            {"network": {"address": None, "addresses": ["10.9.9.9"]}},
-            "resolves to 10.9.9.9, which is not an address of this machine",
-            "/etc/hosts",
-        ),
         ({"network": {"gloo": "ib0", "address": None}}, "GLOO_SOCKET_IFNAME names ib0, but this machine has lo, docker0, eth1", "=eth1"),
         ({"network": {"nccl": "ib,mlx"}}, "NCCL_SOCKET_IFNAME=ib,mlx does not match any", "export NCCL_SOCKET_IFNAME=eth1"),
         ({"network": {"nccl": "=eth"}}, "NCCL_SOCKET_IFNAME==eth does not match any", "export NCCL_SOCKET_IFNAME=eth1"),
@@ -145,9 +135,11 @@ def test_nothing_is_wrong(parts):
         ({"gpus": Gpus(), "versions": {"cuda": "rocm 6.4"}}, "torch was built for ROCm 6.4 and there is no GPU driver"),
         ({"gpus": Gpus(driver="570.1", visible="")}, "CUDA_VISIBLE_DEVICES='' hides the GPUs"),
         ({"network": {"address": "127.0.1.1", "interface": "lo"}}, "(its host name, node7, resolves to 127.0.1.1)"),
+        ({"network": {"address": None, "addresses": []}}, "node7, does not resolve to an address, so gloo"),
+        ({"network": {"address": None, "addresses": ["10.9.9.9"]}}, "resolves to 10.9.9.9, which is not an address of this machine"),
     ],
 )
-def test_what_is_only_worth_knowing_is_no_error(parts, problem):
+def test_a_note_is_no_error(parts, problem):
     (finding,) = found(changed(**parts))
 
     assert problem in finding.problem
@@ -161,7 +153,7 @@ def test_what_is_only_worth_knowing_is_no_error(parts, problem):
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 number the nodes of a job", "start the ranks of this node with"),
     ],
 )
-def test_launch_variables_that_are_half_set_are_told_with_the_words_of_the_error(variables, problem, remedy):
+def test_half_set_launch_variables_are_a_problem_with_the_text_of_the_error(variables, problem, remedy):
     with pytest.raises(LaunchError) as raised:
         detect(variables)
     (finding,) = found(changed(launch={"error": str(raised.value), "variables": variables}))
@@ -178,12 +170,28 @@ def test_an_error_without_advice_gets_some():
     assert "python -m parwrap.run" in finding.remedy
 
 
-def test_the_loopback_is_an_error_on_several_machines():
-    loopback = {"address": "127.0.1.1", "interface": "lo"}
-    findings = found(*launched("node7", "node8", network=loopback), test=replace(TESTED, by="launched"))
+@pytest.mark.parametrize(
+    ("network", "problem"),
+    [
+        ({"address": "127.0.1.1", "interface": "lo"}, "gloo listens on the loopback"),
+        ({"address": None, "addresses": []}, "this machine's host name, {host}, does not resolve"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_an_error_on_several_machines(network, problem):
+    findings = found(*launched("node7", "node8", network=network), test=replace(TESTED, by="launched"))
+    remedy = "export GLOO_SOCKET_IFNAME=eth1 on every machine, or map {host} to an address of this machine in /etc/hosts"
 
-    assert ["gloo listens on the loopback"] * 2 == [finding.problem[:28] for finding in findings]
-    assert all(finding.serious and "export GLOO_SOCKET_IFNAME=eth1 on every machine" == finding.remedy for finding in findings)
+    assert [remedy.format(host=host) for host in ("node7", "node8")] == [finding.remedy for finding in findings]
+    assert all(f.serious and f.problem.startswith(problem.format(host=h)) for f, h in zip(findings, ("node7", "node8"), strict=True))
+
+
+def test_several_machines_without_a_secret():
+    ranks = launched("node7", "node8")
+    (note,) = found(ranks[0], replace(ranks[1], launch=replace(ranks[1].launch, secret=False)))
+
+    assert note.problem.startswith("PARWRAP_SECRET is not set")
+    assert not note.serious
+    assert [] == found(*(replace(rank, host="node7", launch=replace(rank.launch, secret=False)) for rank in ranks))
 
 
 def test_a_problem_of_several_machines_is_said_once_and_one_of_a_machine_not_for_each_of_its_ranks():
@@ -239,7 +247,7 @@ def test_clocks():
         ({"by": "forked", "rows": []}, "what the ranks printed above"),
     ],
 )
-def test_a_failure_is_told_with_where_ranks_are(changes, remedy):
+def test_a_failure_says_where_the_ranks_are(changes, remedy):
     test = replace(TESTED, **{"by": "launched", "failure": "not finished after 60 s", **changes})
     (finding,) = found(*launched("node7", "node8"), test=test)
 

@@ -7,18 +7,19 @@ import torch
 import torch.distributed as dist
 
 from parwrap.doctor.measure import SIZES, all_reduces, clocks
-from parwrap.group.group import current
+from parwrap.ranks.group import current
+from parwrap.ranks.store import SignedStore
 
 
 @pytest.mark.ranks(2)
 def test_all_reduces_are_right_and_alike_on_all_ranks():
-    told = []
-    rows = list(all_reduces(dist.get_rank(), 2, torch.device("cpu"), told.append))
+    printed = []
+    rows = list(all_reduces(dist.get_rank(), 2, torch.device("cpu"), printed.append))
     everywhere = [None, None]
     dist.all_gather_object(everywhere, rows)
 
     assert list(SIZES) == [1024, 16 * 1024, 256 * 1024, 4 * 2**20, 64 * 2**20] == [row.bytes for row in rows]
-    assert ["all-reduce of 1 KB", "all-reduce of 64 MB"] == [told[0], told[-1]]
+    assert ["all-reduce of 1 KB", "all-reduce of 64 MB"] == [printed[0], printed[-1]]
     assert everywhere[0] == everywhere[1]
     assert all(row.right and row.seconds > 0 for row in rows)
     for row in rows:
@@ -44,7 +45,7 @@ def test_a_wrong_sum_on_one_rank_is_known_to_all(monkeypatch):
 @pytest.mark.ranks(3)
 def test_clocks_are_compared_with_rank_zeros():
     rank, wrong = dist.get_rank(), [0.0, 5.0, -3.0]
-    found = clocks(dist.PrefixStore("test", current().store), rank, 3, clock=lambda: time.time() + wrong[rank])
+    found = clocks(SignedStore(current().store, "clocks"), rank, 3, clock=lambda: time.time() + wrong[rank])
 
     if rank > 0:
         assert [] == found

@@ -9,7 +9,7 @@ from parwrap.doctor.report import report
 GB = 2**30
 FACTS = Facts(
     host="node7",
-    launch=Launch(0, 4, 0, 2, 0, "torchrun", "env://", {"RANK": "0", "WORLD_SIZE": "4", "ROLE_NAME": "default"}),
+    launch=Launch(0, 4, 0, 2, 0, "torchrun", "env://", variables={"RANK": "0", "WORLD_SIZE": "4", "ROLE_NAME": "default"}, secret=True),
     versions=Versions("3.11.7", "0.1.0", "2.13.0", "12.8", "2.27.3", "2.4.6", "2.5.2", {"torchdata": "0.11.0", "datasets": None}),
     cores=Cores(64, 16, quota=32.0, threads=4),
     memory=Memory(512 * GB, 500 * GB, 64 * GB, 256 * GB, 255 * GB),
@@ -43,7 +43,9 @@ problem    ranks 2-3 on node8: /dev/shm has 64 MB free of 64 MB: """
 
 
 def ranks():
-    launches = [Launch(rank, 4, rank % 2, 2, rank // 2, "torchrun", "env://", FACTS.launch.variables) for rank in range(4)]
+    launches = [
+        Launch(rank, 4, rank % 2, 2, rank // 2, "torchrun", "env://", variables=FACTS.launch.variables, secret=True) for rank in range(4)
+    ]
     first, second, third, fourth = (replace(FACTS, launch=launch) for launch in launches)
     other = {"host": "node8", "memory": replace(FACTS.memory, shared=2**26, shared_free=2**26), "gpus": replace(FACTS.gpus, topology=None)}
     return [first, second, replace(third, **other), replace(fourth, **other, versions=replace(FACTS.versions, torch="2.12.0"))]

@@ -1,22 +1,24 @@
-"""A process group that behaves as NCCL's does to the host, over gloo, so that it runs without a GPU.
+"""A process group that behaves as NCCL's does to the host, over gloo, and the CPU in the place of the GPU, so that both run anywhere.
 
 A collective returns at once and is carried out later, in order, by a thread: what reads its result, or changes what it sends, before it
 waits, computes something else. Before each one the ranks compare what they are about to do; NCCL would hang, or mix up numbers.
-``shutdown`` waits for what is under way, as ``ncclCommFinalize`` does, and ``abort`` does not. Torch's functional collectives, and so
-``fsdp``, take no process group that is written in Python.
+``shutdown`` waits for what is under way, as ``ncclCommFinalize`` does, and ``abort`` does not.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
 
-from parwrap.api import gather_with_grad
-from parwrap.batch_norm import statistics_exchange
-from parwrap.group import group as groups
-from parwrap.strategies.ddp import gradient_averager
+import parwrap
+from parwrap.checks import same_step, same_weights
+from parwrap.ranks import group as groups
+from parwrap.strategies import ddp_averager
 
 NAME = "lagging"
 SHORTEST, LONGEST = 0.0005, 0.004
@@ -105,18 +108,6 @@ class Lagging(dist.ProcessGroup):
         opts = opts or dist.AllgatherOptions()
         return self._post("all-gather", inputs, lambda: self._gloo.allgather(outputs, inputs, opts), outputs)
 
-    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
-        opts = opts or dist.AllgatherOptions()
-        return self._post("all-gather into one", [given], lambda: self._gloo._allgather_base(output, given, opts), output)
-
-    _allgather_base = all_gather_single
-
-    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
-        opts = opts or dist.ReduceScatterOptions()
-        return self._post("reduce-scatter", [given], lambda: self._gloo._reduce_scatter_base(output, given, opts), output)
-
-    _reduce_scatter_base = reduce_scatter_single
-
     def barrier(self, opts: Any = None) -> Any:
         return self.allreduce([torch.ones(1)])
 
@@ -147,35 +138,83 @@ if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _opened, devices=["cpu", "cuda"])
 
 
-class _OnTheWay:
-    """A mock of pinned memory and an event of CUDA."""
+class Event:
+    """A mock of CUDA's event: to wait for the newest one is to wait for all work of the device.
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers = numbers.clone()
+    Attributes:
+        waits: the places where a host waited for its device.
+    """
 
-    def read(self) -> list[float]:
-        return torch._C.TensorBase.tolist(self._numbers)  # on a GPU this waits for what was sent a step ago
+    recorded = 0
+    waits: list[str] = []  # noqa: RUF012 one device
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self._number = Event.recorded
+
+    def synchronize(self) -> None:
+        if self._number == Event.recorded:
+            frame = sys._getframe(1)
+            Event.waits.append(f"Event.synchronize at {frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+pinned: list[torch.Tensor] = []
+"""Tensors in pinned memory of the host, which may be read without the device."""
+
+
+def _pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if not pin_memory:
+            return make(*arguments, **options)
+        with _disable_current_modes():  # the operators inside are not those of the device
+            pinned.append(make(*arguments, **options))
+        return pinned[-1]
+
+    return made
+
+
+class _Torch(ModuleType):
+    """A mock of the module ``torch`` on a machine with a GPU."""
+
+    tensor = staticmethod(_pinned(torch.tensor))
+    empty = staticmethod(_pinned(torch.empty))
+
+    class cuda(ModuleType):
+        Event = Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+OURS = str(Path(parwrap.__file__).parent)
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    """For parwrap, what is not in pinned memory is on the GPU; torch itself computes on the CPU."""
+    return sys._getframe(1).f_code.co_filename.startswith(OURS) and not any(tensor is each for each in pinned)
 
 
 @contextmanager
-def as_on_gpus(folder: Any) -> Iterator[Lagging]:
-    """The process group of the test replaced by one that parwrap takes for NCCL's; the CPU stands for the GPU: a mock."""
+def as_on_gpus() -> Iterator[Lagging]:
+    """The process group of the test replaced by one that parwrap takes for NCCL's, and the CPU by what it takes for a GPU: a mock."""
     before = groups.current()
-    world = replace(before.world, init_method=(folder / "lagging").as_uri())
+    assert before is not None
+    world = replace(before.world, init_method=f"parwrap://job/lagging-{before.world.size}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "torch_backend", lambda backend: NAME)
         patch.setattr(groups, "_current", None)
-        patch.setattr(groups, "collective_count", lambda process_group: len(process_group.posted))
-        for module in (statistics_exchange, gather_with_grad):
-            patch.setattr(module, "new_group", lambda ranks, **options: dist.new_group(list(ranks), backend=NAME))
-        barrier = dist.barrier
-        patch.setattr(dist, "barrier", lambda device_ids: barrier())  # the CPU is none of several devices
+        for module in (ddp_averager, same_step, same_weights):
+            patch.setattr(module, "torch", _Torch("torch"))
+        patch.setattr(ddp_averager, "Future", lambda devices: Future())
+        patch.setattr(torch.Tensor, "is_cuda", property(_is_cuda), raising=False)
+        patch.setattr(Event, "recorded", 0)
+        patch.setattr(Event, "waits", [])
         dist.distributed_c10d._update_default_pg(None)
-        patch.setattr(gradient_averager, "_OnTheWay", _OnTheWay)
-        patch.setattr(gradient_averager.GradientAverager, "_is_read_later", lambda averager: not averager.at_once)
-        with groups.opened(world, backend="nccl") as group:
-            group.coordinator.immediate = False  # what ranks report is known a step later
-            process_group = dist.group.WORLD
-            yield process_group
-            if process_group.failed is not None:
-                raise process_group.failed
+        try:
+            with groups.opened(world, backend="nccl"):
+                process_group = dist.group.WORLD
+                yield process_group
+                if process_group.failed is not None:
+                    raise process_group.failed
+        finally:
+            pinned.clear()

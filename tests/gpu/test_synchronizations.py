@@ -1,20 +1,22 @@
-"""A regular step has the host wait for a GPU no more often than torch's own tools do; the CPU stands for the GPU: a mock."""
+"""A regular step never has the host wait for a GPU; the CPU stands for the GPU: a mock."""
+
+from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from operator import methodcaller
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from lagging_backend import as_on_gpus
+from lagging_backend import Event, as_on_gpus
 from synchronizations import synchronizations
 
 SETTLED, STEPS = 36, 8
-"""Steps after which nothing is new; weights have been compared in the 32nd."""
+"""Steps after which nothing is new; weights are compared after the 32nd and the 64th."""
 
 
 @pytest.mark.parametrize(
@@ -40,44 +42,68 @@ def test_each_way_to_wait_is_found(wait):
     assert all(each.partition(" at ")[2].startswith(__file__) for each in places)
 
 
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+@pytest.mark.ranks(2, fresh=True)
+def test_to_wait_for_the_newest_event_is_found():
+    with as_on_gpus(), synchronizations() as places:
+        first, second = Event(), Event()
+        first.record()
+        second.record()
+        first.synchronize()
+        second.synchronize()
+
+    assert ["Event.synchronize"] == [each.partition(" at ")[0] for each in places]
 
 
-def train():
+class Net(nn.Module):
+    """Two heads; the second one is used in every third forward only, if at all."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.body, self.heads = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.ModuleList(nn.Linear(8, 3) for _ in "ab")
+        self.second, self.calls = second, 0
+
+    def forward(self, x):
+        self.calls += 1
+        body = self.body(x)
+        return self.heads[0](body) + (self.heads[1](body) if self.second(self.calls) else 0)
+
+
+def trained(second=lambda calls: True, unsynced=0):
     """Gives where a host would have waited."""
-    model = build()
+    torch.manual_seed(0)
+    model = Net(second)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(parwrap.rank())
-    data = [(torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(SETTLED + STEPS)]
-
-    def step(x, y):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
+    samples = 4 * parwrap.world_size() * (SETTLED + STEPS)
+    loader = DataLoader(TensorDataset(torch.randn(samples, 6), torch.randint(3, (samples,))), 4, shuffle=True)
+    batches = list(parwrap.replicate(loader))[parwrap.rank() :: parwrap.world_size()]  # a loader reads on the host
     with ExitStack() as watched:
-        for number, batch in enumerate(data):
+        for number, (x, y) in enumerate(batches):
             if number == SETTLED:
                 places = watched.enter_context(synchronizations())
-            step(*batch)
+            for _ in range(unsynced):
+                with parwrap.no_sync():
+                    functional.cross_entropy(model(x), y).backward()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return places
 
 
-@pytest.mark.parametrize(
-    ("feature", "each_step"),
-    [
-        (None, 0),
-        (partial(parwrap.amp, dtype="bf16"), 0),
-        (partial(parwrap.amp, dtype="fp16"), 1),  # as GradScaler
-        (partial(parwrap.accumulate, 4), 0),
-    ],
-    ids=["ddp", "bf16", "fp16", "accumulate"],
-)
-@pytest.mark.ranks(2, timeout=60)
-def test_a_regular_step(feature, each_step, tmp_path):
-    with as_on_gpus(tmp_path):
-        places = parwrap.distributed(feature()(train) if feature else train)()
+@pytest.mark.parametrize("options", [{}, {"unsynced": 2}], ids=["ddp", "no_sync"])
+@pytest.mark.ranks(2, fresh=True)
+def test_a_regular_step_waits_for_nothing(options):
+    with as_on_gpus():
+        places = parwrap.distributed(trained)(**options)
+        assert Event.recorded > STEPS  # the numbers of each step are on their way to the host
 
-    assert STEPS * each_step == len(places), "\n".join(places)
+    assert [] == places, "\n".join(places)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_step_that_leaves_parameters_out_waits_once_as_find_unused_parameters_does():
+    """The gradient of a parameter that no rank has reached must be ``None`` again before the optimizer steps."""
+    with as_on_gpus():
+        places = parwrap.distributed(trained)(second=lambda calls: False)
+
+    assert STEPS == len(places), places
+    assert all("tolist" in place and "ddp_averager.py" in place for place in places), places

@@ -49,6 +49,7 @@ def on_two_nodes(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_when_a_rank_fails_on_one_node_the_ranks_of_all_start_again(on_two_nodes):
     """They must not find in the store what the first ones have left there, such as addresses."""
     ends = on_two_nodes(

@@ -10,10 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import parwrap
-from parwrap.launching.command.command_line import split_at_script
-from parwrap.launching.command.job_launchers import HOMES
-from parwrap.launching.command.plan import command_parser, plan_launch
-from parwrap.launching.jobs.job import requested_job
+from parwrap.launching.command_line import split_at_script
+from parwrap.launching.plan import command_parser, plan_launch
 from planning import plan
 
 PARSER = command_parser()
@@ -50,21 +48,11 @@ PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 
 
 @pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("before", ["train.py", "--plain train.py", "-m recipes.digits", "--nproc 2 --amp train.py", "-- train.py"])
+@pytest.mark.parametrize("before", ["train.py", "--plain train.py", "-m recipes.digits", "--nproc 2 --seed 3 train.py", "-- train.py"])
 @search
 @given(arguments=command_lines)
 def test_what_follows_the_script_arrives_unchanged(before, arguments):
     assert tuple(arguments) == plan_launch([*before.split(), *arguments], {}, 0, 8).script.args
-
-
-@pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("launcher", HOMES)
-@search
-@given(arguments=command_lines)
-def test_what_follows_the_script_arrives_unchanged_by_a_launcher(launcher, arguments):
-    job = requested_job(["--launcher", launcher, "train.py", *arguments], {}, cores=8)
-
-    assert ("train.py", *arguments) == job.command[-len(arguments) - 1 :]
 
 
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2", "--all-ranks"], ["--nproc-per-node", "2", "--plain"]])
@@ -85,11 +73,8 @@ def test_a_script_gets_arguments_that_look_like_ours(script, parwrap_run, option
         (["--bucket-cap", "5"], ["--bucket-cap-mb", "5"]),
         (["--master_a", "there"], ["--master-addr", "there"]),
         (["--seed", "-1"], ["--seed=-1"]),
+        (["--strat", "none"], ["--strategy", "none"]),
         (["-t3", "-r=1"], ["-t=3", "-r=1"]),
-        (["--amp"], ["--amp=auto"]),
-        (["--amp", "bf16"], ["--amp", "bf16"]),
-        (["--sync"], ["--sync-bn"]),
-        (["--outer", "nesterov"], ["--outer", "nesterov"]),
     ],
 )
 def test_an_option_is_written_in_full_or_as_a_prefix_that_no_other_has(argv, options):
@@ -146,35 +131,9 @@ def test_the_package_says_which_commands_there_are(started):
 
     assert "" == stderr
     assert "python -m parwrap.run [options] train.py" in stdout
-    assert "python -m parwrap.doctor" in stdout
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (
-            "import sys; sys.stdin.read()",
-            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
-        ),
-        (
-            "import sys\nfor line in sys.stdin: print(line)",
-            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
-        ),
-        (
-            "breakpoint()",
-            "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1.",
-        ),
-    ],
-)
-def test_a_rank_that_asks_for_its_stdin_is_refused(script, parwrap_run, code, text):
-    script(code)
-    status, _, stderr = parwrap_run("--nproc-per-node", "2", "train.py")
-
-    assert 1 == status
-    assert stderr.splitlines()[-1].endswith(text)
-
-
-@pytest.mark.parametrize(("code", "answer"), [("print(sys.stdin.read())", "c\n\n"), ("breakpoint(); print('on')", "on\n")])
+@pytest.mark.parametrize(("code", "answer"), [("print(sys.stdin.read())", "c\n\n"), ("breakpoint()\nprint('on')", "on\n")])
 def test_one_rank_reads_stdin_and_stops_at_a_breakpoint(tmp_path, environ, code, answer):
     (tmp_path / "train.py").write_text(f"import sys\n{code}")
     command = [sys.executable, "-m", "parwrap.run", "train.py"]

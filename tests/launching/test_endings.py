@@ -1,28 +1,30 @@
-"""How a run ends: by a rank's failure, by the script's word, or by a signal, and what is told of it."""
+"""How a run ends: by a rank's failure, by the script's decision, or by a signal, and what the user reads."""
 
 import os
 import re
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from command_line import WITHIN, assert_no_process_left
+from launched import WITHIN, assert_no_process_left, left_in
 
 
 def test_the_first_failing_rank_has_the_last_word(tmp_path, parwrap_run, script):
     path = script("""
-import os, torch, torch.distributed as dist
+import parwrap
 def unhappy():
     raise ValueError("rank one is unhappy")
-dist.init_process_group("gloo")
-if os.environ["RANK"] == "1":
+parwrap.barrier()
+if parwrap.rank() == 1:
     unhappy()
-dist.barrier()
+parwrap.barrier()
 """)
-    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", "--plain", path)
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", path)
 
-    assert (status, stdout) == (1, "")
+    assert (1, "") == (status, stdout)
     assert stderr.endswith(
         f"""\
 rank 1 of 2 failed:
@@ -33,22 +35,24 @@ Traceback (most recent call last):
     raise ValueError("rank one is unhappy")
 ValueError: rank one is unhappy
 """
-    )
-    assert re.sub(r"rank 0 of 2 failed later: RuntimeError: .*Connection closed by peer.*\n", "", stderr).startswith("rank 1 of 2 failed:")
+    ), stderr
+    assert re.sub(r"rank 0 of 2 failed later at train.py:8: .*\n", "", stderr).startswith("rank 1 of 2 failed:")
+    assert 1 == stderr.count("Traceback")
 
 
-def test_a_killed_rank_is_named_before_those_that_miss_it(parwrap_run, script):
+def test_a_killed_rank_is_named_before_those_that_lose_their_connection(parwrap_run, script):
     path = script("""
-import os, signal, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-if os.environ["RANK"] == "1":
+import os, signal, parwrap
+open("log.txt", "w").write("kept")
+parwrap.barrier()
+if parwrap.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-dist.barrier()
+parwrap.barrier()
 """)
-    status, _, stderr = parwrap_run("--nproc-per-node", "2", "--plain", path)
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", path)
 
-    assert status == 128 + signal.SIGKILL
-    assert stderr.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n")
+    assert 128 + signal.SIGKILL == status
+    assert stderr.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n"), stderr
 
 
 @pytest.mark.parametrize(
@@ -66,103 +70,197 @@ dist.barrier()
             (128 + 35, "", "rank 1 of 2 was killed by signal 35\n"),
         ),
     ],
-    ids=["a message", "without a word", "early and well", "one of them", "a signal without a name"],
+    ids=["a message", "silently", "early and well", "one of them", "a signal without a name"],
 )
 def test_a_script_may_end_itself(parwrap_run, script, source, outcome):
-    assert parwrap_run("--nproc-per-node", "2", "--plain", script(source)) == outcome
+    assert outcome == parwrap_run("--nproc-per-node", "2", "--plain", script(source))
 
 
-TRAINS = """
-import sys, torch
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    loss = model(torch.randn(4, 2)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+LEAVES = """
+import atexit, os, signal, sys, threading, time, parwrap
+rank = parwrap.rank()
+def note(text):
+    os.write(notes, f"{rank} {text}\\n".encode())
+class Log:
+    def __init__(self):
+        self.text = f"{rank} dropped\\n".encode()
+    def __del__(self, write=os.write, notes=notes):
+        write(notes, self.text)
+log = Log()
+atexit.register(note, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), note("thread"))).start()
+parwrap.barrier()
+try:
+    if sys.argv[1] == "fails" and rank == 1:
+        raise ValueError("after training")
+    if sys.argv[1] == "waits":
+        note("waits")
+        time.sleep(99)
+    if sys.argv[1] == "fails":
+        time.sleep(99)
+    if sys.argv[1] == "exits":
+        sys.exit()
+finally:
+    time.sleep(0.1)
+    note("finally")
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "status", "said"),
-    [("sys.exit(3)", 3, ""), ("raise ValueError('after training')", 1, "ValueError: after training\n"), ("sys.exit()", 0, "")],
-    ids=["an exit code", "an error", "a good exit"],
-)
-def test_a_script_that_has_trained_ends_as_under_plain_python(parwrap_run, script, ending, status, said):
-    ended, _, stderr = parwrap_run("--nproc-per-node", "2", script(TRAINS + ending))
+@pytest.fixture
+def leaving(tmp_path, script):
+    """The script, which notes what it does on every rank."""
+    notes = tmp_path / "notes.txt"
+    notes.touch()
+    path = script(
+        LEAVES.replace(
+            "rank = ", f"with parwrap.every_rank_writes():\n    notes = os.open({str(notes)!r}, os.O_WRONLY | os.O_APPEND)\nrank = "
+        )
+    )
+    return path, lambda: sorted(notes.read_text().splitlines())
 
-    assert status == ended
-    assert stderr.endswith(said)
-    assert bool(said) == ("Traceback" in stderr)
+
+@pytest.mark.parametrize("how", ["ends", "exits"])
+def test_threads_and_exit_handlers_run_at_the_end(parwrap_run, leaving, how):
+    path, noted = leaving
+
+    assert (0, "", "") == parwrap_run("--nproc-per-node", "2", path, how)
+    assert ["0 at exit", "0 dropped", "0 finally", "0 thread", "1 at exit", "1 finally", "1 thread"] == noted()
+
+
+def test_after_a_failure_finally_blocks_run_on_all_ranks_and_exit_handlers_on_rank_0(parwrap_run, leaving):
+    """Rank 0 sleeps: the launcher ends it, and waits for its ``finally`` block."""
+    path, noted = leaving
+    began = time.monotonic()
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", path, "fails")
+
+    assert 1 == status
+    assert stderr.startswith("rank 1 of 2 failed:\n")
+    assert stderr.endswith("ValueError: after training\n")
+    assert {"0 finally", "1 finally", "0 at exit"} <= {*noted()} - {"0 thread", "1 thread"} <= {"0 finally", "1 finally", "0 at exit"}
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the command", "to all processes"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_runs_finally_blocks_once_and_ends_all(started, environ, leaving, number, status, to_all):
+    path, noted = leaving
+    process = started("-m", "parwrap.run", "--nproc-per-node", "2", path, "waits")
+    until = time.monotonic() + WITHIN
+    while len([line for line in noted() if line.endswith("waits")]) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    _, stderr = process.communicate(timeout=WITHIN)
+    assert_no_process_left(process)
+
+    assert status == process.returncode
+    assert ["0 finally", "1 finally"] == [line for line in noted() if line.endswith("finally")]
+    assert [] == left_in(environ)
+    assert (number == signal.SIGINT) == stderr.startswith("rank 0 of 2 was interrupted:\nTraceback (most recent call last):\n"), stderr
+    assert (number == signal.SIGINT) == stderr.count("Traceback")
+
+
+HANDLES = """
+import os, signal, sys, time, parwrap
+def leave(*signal):
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+try:
+    os.write(1, b"up\\n")
+    time.sleep(99)
+except KeyboardInterrupt:
+    time.sleep(1)  # a signal that comes twice would come here
+"""
+
+
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_that_the_script_handles_on_every_rank_is_no_failure(started, script, number, to_all):
+    process = started("-m", "parwrap.run", "--nproc-per-node", "2", "--all-ranks", script(HANDLES))
+    up = [process.stdout.readline() for _ in range(2)]
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    _, stderr = process.communicate(timeout=WITHIN)
+
+    assert ["[rank 0] up\n", "[rank 1] up\n"] == sorted(up)
+    assert (0, "") == (process.returncode, stderr)
+
+
+def test_the_next_start_removes_what_a_killed_launcher_has_left(started, environ, script, parwrap_run):
+    process = started("-m", "parwrap.run", "--nproc-per-node", "2", "--all-ranks", script(HANDLES))
+    for _ in range(2):
+        process.stdout.readline()
+    process.kill()
+    process.communicate(timeout=WITHIN)
+    assert_no_process_left(process)
+    left = [path for path in left_in(environ) if "parwrap" in path]
+    for sockets in Path(environ["TMPDIR"]).glob("pymp-*"):  # the interpreter's own
+        shutil.rmtree(sockets)
+
+    assert (0, "", "") == parwrap_run("--nproc-per-node", "2", script("", "next.py"))
+    assert 1 == len(left)
 
 
 def test_a_question_that_nobody_can_answer(parwrap_run, script):
-    status, said, stderr = parwrap_run("--nproc-per-node", "2", script("input('name? ')"))
-
-    assert (1, "") == (status, said)
-    assert stderr.endswith(
-        "EOFError: input('name? ') was called on a launched rank, which has no stdin: pass the answer as an argument of the script.\n"
-    )
-
-
-def test_who_was_killed_before_a_restart_is_told(parwrap_run, script):
     path = script("""
-import os
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), 9)
-    while True:
-        pass
-print("trained")
+import sys
+told = []
+for ask in (lambda: input('name? '), lambda: sys.stdin.read(), lambda: list(sys.stdin), breakpoint):
+    try:
+        ask()
+    except Exception as error:
+        told.append(f"{type(error).__name__}: {error}")
+raise ValueError(told)
 """)
-    options = ("--nproc-per-node", "2", "--plain", "--max-restarts", "1")
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", path)
+    read = "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script."
+    asked = "EOFError: input('name? ') was called on a launched rank, which has no stdin: pass the answer as an argument of the script."
+    stopped = "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1."
 
-    assert (0, "trained\ntrained\n", "rank 1 of 2 was killed by SIGKILL (out of memory?)\n") == parwrap_run(*options, path)
+    assert (1, "") == (status, stdout)
+    assert stderr.endswith(f"ValueError: {[asked, read, read, stopped]}\n"), stderr
 
 
 def test_ranks_are_started_again_after_a_failure_and_have_logs(tmp_path, parwrap_run, script):
     path = script("""
-import os, sys, torch.distributed as dist
+import os
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 print("attempt", attempt, flush=True)
-dist.init_process_group("gloo")
 if attempt == "0" and rank == "1":
+    os.kill(os.getpid(), 9)
+if attempt == "0":
+    while True: pass
+if attempt == "1" and rank == "0":
     raise ValueError("not yet")
-dist.barrier()
+if attempt == "1":
+    while True: pass
 """)
-    options = ("--nproc-per-node", "2", "--plain", "--max-restarts", "1", "--redirects", "3", "--log-dir", "logs")
-
-    assert (0, "", "") == parwrap_run(*options, path)
+    options = ("--nproc-per-node", "2", "--plain", "--max-restarts", "2", "--redirects", "3", "--log-dir", "logs")
+    assert (0, "", "rank 1 of 2 was killed by SIGKILL (out of memory?)\n") == parwrap_run(*options, path)
 
     (logs,) = (tmp_path / "logs").iterdir()
-    assert (logs / "attempt_0" / "1" / "stdout.log").read_text() == "attempt 0\n"
-    assert (logs / "attempt_0" / "1" / "stderr.log").read_text().endswith("ValueError: not yet\n")
     assert (logs / "attempt_1" / "0" / "stdout.log").read_text() == "attempt 1\n"
+    assert (logs / "attempt_1" / "0" / "stderr.log").read_text().endswith("ValueError: not yet\n")
+    assert (logs / "attempt_2" / "1" / "stdout.log").read_text() == "attempt 2\n"
 
 
-@pytest.mark.parametrize(
-    ("number", "to_all", "status"),
-    [(signal.SIGTERM, False, 143), (signal.SIGTERM, True, 143), (signal.SIGINT, True, 130), (signal.SIGKILL, False, -9)],
-    ids=["terminated", "all terminated", "Ctrl-C", "killed"],
-)
-def test_however_the_launcher_ends_its_ranks_end_too(started, environ, script, number, to_all, status):
-    process = started(
-        "-m", "parwrap.run", "--nproc-per-node", "2", "--plain", script("import time\nprint('up', flush=True)\ntime.sleep(999)")
-    )
-    assert [process.stdout.readline(), process.stdout.readline()] == ["up\n", "up\n"]
-    (os.killpg if to_all else os.kill)(process.pid, number)
-    _, stderr = process.communicate(timeout=WITHIN)
+def test_ranks_that_start_again_inside_the_scope_meet_anew(tmp_path, parwrap_run, script):
+    path = script("""
+import os, parwrap
+first = parwrap.all_ranks(not os.path.exists("started"))
+if parwrap.rank() == 0:
+    open("started", "w").close()
+if first and parwrap.rank() == 1:
+    os._exit(3)
+if parwrap.reduce_sum(1.0) == 2.0 and parwrap.rank() == 0:
+    open("trained", "w").close()
+""")
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", "--max-restarts", "1", path)
 
-    assert process.returncode == status
-    assert_no_process_left(process)
-    if number != signal.SIGKILL:
-        assert os.listdir(environ["TMPDIR"]) == []
-        assert (number == signal.SIGINT) == stderr.startswith("rank 0 of 2 was interrupted:\nTraceback (most recent call last):\n")
-        assert stderr.count("Traceback") == (number == signal.SIGINT)
+    assert 0 == status
+    assert stderr.endswith("rank 1 of 2 exited with code 3\n"), stderr
+    assert (tmp_path / "trained").exists()
 
 
-def test_ctrl_c_of_which_no_rank_tells_is_told(started, environ, script):
+def test_ctrl_c_that_no_rank_reports_is_reported(started, environ, script):
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # there is nothing to set for ranks, of which one is not expected
     deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('up', flush=True)\ntime.sleep(999)"
     process = started("-m", "parwrap.run", "--nproc-per-node", "1", "--plain", script(deaf))
@@ -197,14 +295,14 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def test_a_signal_that_comes_before_the_script_has_begun_ends_a_rank_too(started):
-    """The fork server takes no notice of it; a rank that it has just forked has it when it is ready."""
+    """The fork server ignores it; a rank that it has just forked receives it when it is ready."""
     process = started(
         "-c",
         """
 import os, signal
-from parwrap.launching.elastic import fork_server
+from parwrap.launching import fork_server
 ranks = '''
-from parwrap.launching.elastic.fork_server import BLOCKED
+from parwrap.launching.fork_server import BLOCKED
 os.kill(os.getpid(), signal.SIGTERM)
 if rank := os.fork():
     print("alive", os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]), flush=True)

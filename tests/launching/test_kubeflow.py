@@ -5,16 +5,18 @@ import sys
 import pytest
 import yaml
 
-from parwrap.launching.jobs.job import requested_job
-from parwrap.launching.jobs.kubeflow import manifest
+from parwrap.launching.jobs import requested_job
+from parwrap.launching.kubeflow import manifest
 from parwrap.run import main
 
 GPUS = {"limits": {"nvidia.com/gpu": int}}
+ENVIRONMENT = [{"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}]
 CONTAINER = {
     "name": str,
     "image": str,
     "command": [str],
     "args": [str],
+    "env": ENVIRONMENT,
     "resources": GPUS,
     "volumeMounts": [{"name": str, "mountPath": str}],
 }
@@ -48,6 +50,7 @@ FIELDS = {
                 "image": str,
                 "command": [str],
                 "args": [str],
+                "env": ENVIRONMENT,
                 "numNodes": int,
                 "numProcPerNode": int,
                 "resourcesPerNode": GPUS,
@@ -75,11 +78,12 @@ def written(*argv):
     return manifest(requested_job(["--launcher", "kubeflow", "--image", "me/train:1", *argv], {}, cores=8))
 
 
-def test_pytorchjob(capsys):
+def test_pytorchjob(capsys, monkeypatch):
+    monkeypatch.setenv("PARWRAP_SECRET", "s3cret")
     options = ["--image", "me/train:1", "--nodes", "3", "--gpus-per-node", "8", "--namespace", "ml", "--seed", "1"]
 
     assert 0 == main(["--launcher", "kubeflow", *options, "--print", "work/Train_it.py", "--lr", "0.1", "two words", "$(HOME)", "yes"])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     pods = """\
       restartPolicy: Never
       template:
@@ -102,6 +106,12 @@ def test_pytorchjob(capsys):
             - two words
             - $$(HOME)
             - 'yes'
+            env:
+            - name: PARWRAP_SECRET
+              valueFrom:
+                secretKeyRef:
+                  name: train-it
+                  key: PARWRAP_SECRET
             resources:
               limits:
                 nvidia.com/gpu: 8
@@ -115,6 +125,14 @@ def test_pytorchjob(capsys):
 """
     assert (
         f"""\
+apiVersion: v1
+kind: Secret
+metadata:
+  name: train-it
+  namespace: ml
+stringData:
+  PARWRAP_SECRET: s3cret
+---
 apiVersion: kubeflow.org/v1
 kind: PyTorchJob
 metadata:
@@ -130,16 +148,16 @@ spec:
 {pods}    Worker:
       replicas: 2
 {pods}"""
-        == told
+        == printed
     )
-    assert_fits(yaml.safe_load(told), FIELDS["PyTorchJob"])
+    assert_fits(list(yaml.safe_load_all(printed))[1], FIELDS["PyTorchJob"])
 
 
 def test_trainjob(capsys):
-    options = ["--image", "me/train:1", "--nodes", "2", "--gpus-per-node", "8", "--kind", "trainjob", "--name", "tune", "--runtime", "mine"]
+    options = ["--image", "me/train:1", "--gpus-per-node", "8", "--kind", "trainjob", "--name", "tune", "--runtime", "mine"]
 
     assert 0 == main(["--launcher", "kubeflow", *options, "--dry-run", "-m", "pkg.train"])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         """\
 apiVersion: trainer.kubeflow.org/v1alpha1
@@ -160,46 +178,61 @@ spec:
     - '8'
     - -m
     - pkg.train
-    numNodes: 2
+    numNodes: 1
     numProcPerNode: 8
     resourcesPerNode:
       limits:
         nvidia.com/gpu: 8
 """
-        == told
+        == printed
     )
-    assert_fits(yaml.safe_load(told), FIELDS["TrainJob"])
+    assert_fits(yaml.safe_load(printed), FIELDS["TrainJob"])
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+def test_nodes_get_a_new_secret_for_each_job(kind, capsys, monkeypatch):
+    monkeypatch.delenv("PARWRAP_SECRET", raising=False)
+    argv = ["--launcher", "kubeflow", "--image", "i", "--kind", kind, "--name", "tune", "--nodes", "2", "--print", "train.py"]
+    secrets = set()
+    for _ in range(2):
+        assert 0 == main(argv)
+        secret, job = yaml.safe_load_all(capsys.readouterr().out)
+        secrets.add(secret["stringData"]["PARWRAP_SECRET"])
+        assert_fits(job, FIELDS[job["kind"]])
+        assert "'secretKeyRef': {'name': 'tune', 'key': 'PARWRAP_SECRET'}" in str(job)
+
+    assert [32, 32] == [len(text) for text in secrets]
 
 
 def test_pods_that_start_again_together_are_all_workers():
-    told = written("--nodes", "2", "--nproc-per-node", "4", "--max-restarts", "3", "train.py")
+    printed = written("--nodes", "2", "--nproc-per-node", "4", "--max-restarts", "3", "train.py")
 
-    assert {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 2, "maxRestarts": 3} == told["spec"]["elasticPolicy"]
-    assert ["Worker"] == list(told["spec"]["pytorchReplicaSpecs"])
-    assert "OnFailure" == told["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"]
-    assert_fits(told, FIELDS["PyTorchJob"])
+    assert {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 2, "maxRestarts": 3} == printed["spec"]["elasticPolicy"]
+    assert ["Worker"] == list(printed["spec"]["pytorchReplicaSpecs"])
+    assert "OnFailure" == printed["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"]
+    assert_fits(printed, FIELDS["PyTorchJob"])
 
 
 def test_a_pod_without_gpus_has_one_rank_unless_told():
     """The operators' own default is as many as a machine has cores."""
-    told = written("train.py")
+    printed = written("train.py")
 
-    assert ["Master"] == list(told["spec"]["pytorchReplicaSpecs"])
-    assert "1" == told["spec"]["nprocPerNode"]
-    assert ["--nproc-per-node", "1", "train.py"] == told["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0][
+    assert ["Master"] == list(printed["spec"]["pytorchReplicaSpecs"])
+    assert "1" == printed["spec"]["nprocPerNode"]
+    assert ["--nproc-per-node", "1", "train.py"] == printed["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0][
         "args"
     ]
     assert 1 == written("--kind=trainjob", "train.py")["spec"]["trainer"]["numProcPerNode"]
-    assert_fits(told, FIELDS["PyTorchJob"])
+    assert_fits(printed, FIELDS["PyTorchJob"])
 
 
 def test_arguments_that_kubernetes_would_take_for_numbers_are_quoted(capsys):
     """It reads YAML with gopkg.in/yaml.v2, whose resolve.go takes more for numbers and truth values than PyYAML does."""
     numbers = ["1e-3", "1e3", "+1e3", "-1e-5", ".5e3", "08", "0o17", "0X1F", "1_0e3", "-0b1", "y", "N", "off", "~", "-.inf", "2026-01-02"]
     assert 0 == main(["--launcher", "kubeflow", "--image", "i", "--print", "train.py", *numbers, "-m", "./1e3", "e3"])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
 
-    words = [line.partition("- ")[2] for line in told.partition("- train.py\n")[2].partition("volumeMounts")[0].splitlines()][:-1]
+    words = [line.partition("- ")[2] for line in printed.partition("- train.py\n")[2].partition("volumeMounts")[0].splitlines()][:-1]
     assert [f"'{number}'" for number in numbers] + ["-m", "./1e3", "e3"] == words
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launching.command.plan import describe
+from parwrap.launching.plan import describe
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -30,9 +30,9 @@ TWO_A_NODE = {**STEP, "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_S
             8,
             ("2 ranks on each of 2 nodes", "static at here:5", 0),
         ),
-        (["--nnodes", "1"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
-        (["--standalone"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 8, ("8 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
-        ([], {"RANK": "0", "WORLD_SIZE": "1", "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
+        (["--nnodes", "1"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "in a private folder of this machine", 0)),
+        (["--standalone"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 8, ("8 ranks on 1 node", "in a private folder of this machine", 0)),
+        ([], {"RANK": "0", "WORLD_SIZE": "1", "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "in a private folder of this machine", 0)),
         ([], TRAINER, 0, ("4 ranks on each of 2 nodes", "static at job-0-0:29500", 1)),
         ([], SAGEMAKER, 4, ("4 ranks on each of 2 nodes", "static at algo-1:7777", 1)),
         ([], {**SAGEMAKER, "SM_NUM_GPUS": "0"}, 0, ("1 rank on each of 2 nodes", "static at algo-1:7777", 1)),
@@ -40,7 +40,7 @@ TWO_A_NODE = {**STEP, "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_S
         (["--nproc-per-node", "2"], ONE_A_NODE, 0, ("2 ranks on each of 2 nodes", "static at n1:7000", 1)),
         (["--nnodes", "2", "--nproc-per-node", "2"], ONE_A_NODE, 0, ("2 ranks on each of 2 nodes", "static at n1:7000", 1)),
         (["--nproc-per-node", "2"], {**ONE_A_NODE, "MASTER_ADDR": "n9"}, 0, ("2 ranks on each of 2 nodes", "static at n9:7000", 1)),
-        (["--nproc-per-node", "2", "--standalone"], TWO_A_NODE, 0, ("2 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
+        (["--nproc-per-node", "2", "--standalone"], TWO_A_NODE, 0, ("2 ranks on 1 node", "in a private folder of this machine", 0)),
     ],
 )
 def test_a_launcher_that_starts_a_process_on_each_node_tells_which(argv, environ, gpus, said):

@@ -3,7 +3,6 @@
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launching.command.plan import AMP_VALUES, describe, plan_launch
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -77,29 +76,6 @@ pytestmark = pytest.mark.usefixtures("scripts")
             "parwrap.doctor only launches the script, so --backend has no effect: remove one of them.",
         ),
         (
-            ["--pad-value", "0", "train.py"],
-            "--pad-value has no effect without --uniform-length: add it. The script's own options come after its name.",
-        ),
-        (
-            ["--data-parallel", "cpu,cpu", "--nproc-per-node", "2", "train.py"],
-            "--data-parallel runs one process on several devices, but other options ask for several ranks: remove --data-parallel or "
-            "those.",
-        ),
-        (
-            ["--data-parallel", "all", "--nnodes", "2", "--master-addr", "there", "train.py"],
-            "--data-parallel runs one process on several devices, but other options ask for several ranks: remove --data-parallel or "
-            "those.",
-        ),
-        (
-            ["--data-parallel", "gpu", "train.py"],
-            "device_ids names 'gpu', which is not a device: use GPU numbers, 'cuda:0' or 'cpu'. Your script's own options go after its "
-            "name.",
-        ),
-        (
-            ["--uniform-length", "--max-tokens", "0", "train.py"],
-            "max_tokens=0 is not a positive integer. Your script's own options go after its name.",
-        ),
-        (
             ["--lr", "0.1", "train.py"],
             "lr='0.1' is not a valid value. Choose one of: 'keep': learning rates are unchanged; 'linear': they are multiplied by the "
             "number of ranks, like the global batch; 'sqrt': they are multiplied by the square root of the number of ranks. Your "
@@ -135,12 +111,6 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
             "name.",
         ),
         (
-            ["--amp", "fp17", "train.py"],
-            0,
-            "cannot find the script fp17: its path is relative to the current directory. To run a module, put -m before its name. If you "
-            f"meant it as the value of --amp: choose one of {', '.join(AMP_VALUES)}.",
-        ),
-        (
             ["-m", "no.such"],
             0,
             "cannot find the module no.such, neither in the current directory nor among the installed packages.",
@@ -166,39 +136,43 @@ def test_what_is_not_there_is_named(argv, gpus, text):
     assert str(refusal.value) == text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [("fp8", "dtype='fp8' is not a dtype for mixed precision"), ("O4", "level='O4' is not one of Apex's levels")]
-)
-def test_options_of_other_decorators_are_checked_by_them(value, text):
-    with pytest.raises(UsageError, match=text):
-        plan(f"--amp={value}", "train.py")
-
-
-@pytest.mark.parametrize(
-    ("steps", "text"),
-    [
-        (
-            "0",
-            "accumulate(steps=0): steps must be a positive integer, the number of batches in one optimizer step, or 'auto' for a loop "
-            "that accumulates by hand. Your script's own options go after its name.",
-        ),
-        ("some", "argument --accumulate: 'some' is not an integer."),
-    ],
-)
-def test_batches_of_a_step_are_a_whole_number(steps, text):
-    with pytest.raises(UsageError) as refusal:
-        plan("--accumulate", steps, "train.py")
-
-    assert text == str(refusal.value)
-
-
 def test_options_of_the_scope_are_checked_by_the_scope():
     with pytest.raises(UsageError, match="batch='globe' is not a valid value"):
         plan("--batch", "globe", "train.py")
 
 
-def test_data_parallel_is_one_process_however_many_gpus_there_are():
-    planned = plan_launch(["--data-parallel", "all", "train.py"], {}, 4, 8)
+def test_other_decorators_are_checked_by_themselves():
+    with pytest.raises(UsageError, match="dtype='fp8' is not a dtype for mixed precision: use"):
+        plan("--amp", "fp8", "train.py")
+    with pytest.raises(UsageError, match=r"accumulate\(steps=0\): steps must be a positive integer"):
+        plan("--accumulate", "0", "train.py")
+    with pytest.raises(UsageError, match="--plain only launches the script, so --amp has no effect: remove one of them"):
+        plan("--plain", "--amp", "bf16", "train.py")
+    with pytest.raises(UsageError, match="--pad-value has no effect without --uniform-length: add it"):
+        plan("--pad-value", "0", "train.py")
 
-    assert (1, True) == (planned.ranks, planned.in_this_process)
-    assert "inside     parwrap.distributed() data_parallel(device_ids=None)" in describe(planned)
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            ["--nproc-per-node", "2"],
+            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several",
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1"],
+            "but --nproc-per-node or --nnodes asks for several ranks: remove one of them.",
+        ),
+        (["--strategy", "zero1"], "--data-parallel runs one process, and --strategy says how several ranks train together: remove one of"),
+        (["--data-parallel", "gpu"], "device_ids names 'gpu', which is not a device"),
+        (["--loss", "max"], "loss='max'"),
+    ],
+)
+def test_one_process_on_several_devices_is_no_launch_of_ranks(others, message):
+    with pytest.raises(UsageError, match=message):
+        plan("--data-parallel", "all", *others, "train.py")
+
+
+def test_an_option_of_data_parallel_needs_it():
+    with pytest.raises(UsageError, match="--no-gather has no effect without --data-parallel: add it"):
+        plan("--no-gather", "train.py")

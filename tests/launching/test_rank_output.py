@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from parwrap.launching.elastic import rank_output
-from parwrap.launching.elastic.rank_output import RankOutput
+from parwrap.launching import output as launchers_output
+from parwrap.launching.output import RankOutput
 
 WITHIN = 20
 """Seconds, far above what it takes."""
@@ -61,7 +61,7 @@ def test_each_rank_has_a_file_of_what_it_says(tmp_path, parwrap_run, script):
     assert ["ValueError: unhappy" in log for log in logs] == [False, True]
 
 
-def test_a_restart_is_gone_on_with_in_the_files(tmp_path, parwrap_run, script):
+def test_log_files_continue_after_a_restart(tmp_path, parwrap_run, script):
     path = script("""
 import os
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -73,6 +73,7 @@ assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) != ("0", "
     assert re.fullmatch(r"attempt 0\nAssertionError: not yet\n--- started again at .* ---\nattempt 1\n", log)
 
 
+@pytest.mark.slow
 def test_a_line_that_was_not_whole_before_a_restart_is_one_by_itself(tmp_path, parwrap_run, script):
     path = script("""
 import os
@@ -88,8 +89,8 @@ print("trained")
     assert re.fullmatch(r"at 40%\n--- started again at .* ---\ntrained\n", (tmp_path / "logs" / "rank_0.log").read_text())
 
 
-def test_what_goes_on_writing_when_its_rank_has_ended_is_not_waited_for(started, script):
-    """It is in a session of its own, and ends when nobody reads any more."""
+def test_the_launcher_does_not_wait_for_a_process_that_outlives_its_rank(started, script):
+    """It leaves its process group, and ends when nobody reads any more."""
     path = script("import subprocess\nsubprocess.Popen(['yes'], start_new_session=True)")
     run = started("-m", "parwrap.run", "--plain", "--nproc-per-node", "2", "--all-ranks", path)
     run.communicate(timeout=60)
@@ -97,7 +98,7 @@ def test_what_goes_on_writing_when_its_rank_has_ended_is_not_waited_for(started,
     assert 0 == run.returncode
 
 
-def test_files_that_cannot_be_made_are_told_of(parwrap_run, script):
+def test_log_files_that_cannot_be_created_are_reported(parwrap_run, script):
     path = script("")
 
     assert parwrap_run("--log-dir", "train.py", "--nproc-per-node", "2", path) == (
@@ -120,7 +121,7 @@ def launcher(tmp_path, stdout, log_dir=None, everyone=True):
         assert not writing.is_alive(), "nobody reads what the rank says"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rank_output.STREAMS, "out", stdout)
+        patch.setitem(launchers_output.STREAMS, "out", stdout)
         with output.passed_on():
             output.begin({0: 0})
             yield write

@@ -13,10 +13,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from parwrap.launching.command.script import Script
-from parwrap.launching.elastic.failure_report import Failure
-from parwrap.launching.jobs.ray import _follow, _knock
-from parwrap.launching.jobs.ray_worker import be_a_rank
+from parwrap.launching.failures import Failure
+from parwrap.launching.plan import Script
+from parwrap.launching.ray import _follow, _knock, be_a_rank
 from parwrap.run import main
 
 
@@ -57,9 +56,9 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
     monkeypatch.setenv("RAY_ADDRESS", "node1:6379")
 
     assert 0 == launched("--upload", "--plain", "--dry-run")
-    told = capsys.readouterr().out
-    assert "inside     none: only launched\n" in told
-    assert f"cluster    node1:6379\ndirectory  {tmp_path}, copied to the workers\n" in told
+    printed = capsys.readouterr().out
+    assert "inside     none: only launched\n" in printed
+    assert f"cluster    node1:6379\ndirectory  {tmp_path}, copied to the workers\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,6 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
         ("--all-ranks", "--all-ranks has no effect in Ray workers: remove it."),
         ("--tee 3", "--tee has no effect in Ray workers: remove it."),
         ("--start-method spawn", "--start-method has no effect in Ray workers: remove it."),
-        (
-            "--num-workers 3 --strategy parameter_server --survive",
-            "--survive has no effect in Ray workers, because Ray ends all of them when one fails: remove it.",
-        ),
         (
             "--num-workers 99 --use-gpu",
             f"--use-gpu needs 99 GPUs, but torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or set "
@@ -93,9 +88,9 @@ def test_without_ray(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
 
     assert 2 == launched()
-    told = capsys.readouterr().err
-    assert told.startswith("parwrap.run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
-    assert told.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith("parwrap.run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
+    assert printed.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
 
 
 def test_an_address_of_ipv6_is_knocked_at():
@@ -120,11 +115,11 @@ def worker(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_what_a_worker_tells_of_a_script(worker, tmp_path):
+def test_what_a_worker_reports_of_a_script(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("""
 import os, sys
-print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FORK")}, sys.argv[1:])
+print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FORK")}, sys.argv[1:], len(os.environ["PARWRAP_SECRET"]))
 raise KeyError("no such key")
 """)
     os.environ["FORK"] = "spoon"
@@ -132,17 +127,17 @@ raise KeyError("no such key")
         be_a_rank(Script("train.py", ("a", "b c")), str(tmp_path), output)
     del os.environ["FORK"]
 
-    told = list(output.queue)
-    assert {} == told[0]
+    printed = list(output.queue)
+    assert {} == printed[0]
     expected = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "FORK": "spoon"}
-    assert f"{expected} ['a', 'b c']\n" == b"".join(text for name, text in told[1:-1] if name == "stdout").decode()
-    failure = Failure(**told[-1])
+    assert f"{expected} ['a', 'b c'] 32\n" == b"".join(text for name, text in printed[1:-1] if name == "stdout").decode()
+    failure = Failure(**printed[-1])
     assert ("raised", 1, 0, 1) == (failure.ending, failure.status, failure.rank, failure.size)
     assert failure.text.endswith('train.py", line 4, in <module>\n    raise KeyError("no such key")\nKeyError: \'no such key\'')
     assert ["train.py"] == os.listdir()
 
 
-def test_what_a_worker_tells_of_a_script_that_is_killed(worker, tmp_path):
+def test_what_a_worker_reports_of_a_script_that_is_killed(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
@@ -156,19 +151,19 @@ def test_a_node_without_the_directory(worker, tmp_path):
     with pytest.raises(RuntimeError):
         be_a_rank(Script("train.py"), str(tmp_path / "none"), output)
 
-    told = list(output.queue)[-1]
-    assert 2 == told["status"]
-    assert f" has no directory {tmp_path / 'none'}: put it on a file system that all nodes share, or add --upload." in told["text"]
+    printed = list(output.queue)[-1]
+    assert 2 == printed["status"]
+    assert f" has no directory {tmp_path / 'none'}: put it on a file system that all nodes share, or add --upload." in printed["text"]
 
 
 def failed(rank: int, time: float, **facts) -> dict:
-    return {"rank": rank, "size": 2, "attempt": 0, "time": time, "ending": "exited", "status": 3, **facts}
+    return {"rank": rank, "size": 2, "attempt": 0, "time": time, "ending": "exited", "status": 3, "exception": "SystemExit: 3", **facts}
 
 
-def follow(*told, error: Exception | None = None) -> int:
+def follow(*printed, error: Exception | None = None) -> int:
     """The exit code when workers tell this, and then Ray ends the job."""
     output = queue.Queue()
-    for each in told:
+    for each in printed:
         output.put(each)
 
     def fit():
@@ -190,6 +185,13 @@ def test_the_first_failure_has_the_last_word(capsys):
     assert "rank 0 of 2 later exited with code 3\nrank 1 of 2 failed:\nTraceback ...\nValueError: this\n" == capsys.readouterr().err
 
 
+def test_a_rank_that_was_killed_comes_before_one_that_lost_it(capsys):
+    lost = failed(0, 1.0, ending="raised", status=1, text="Traceback ...", exception="LockstepError: rank 1 has ended")
+
+    assert 137 == follow({}, lost, failed(1, 2.0, ending="killed", status=137, exception=""), error=RuntimeError("of Ray"))
+    assert capsys.readouterr().err.splitlines()[-1] == "rank 1 of 2 was killed by SIGKILL (out of memory?)"
+
+
 def test_an_exit_code_needs_no_word(capsys):
     assert 3 == follow({}, failed(0, 1.0), error=RuntimeError("of Ray"))
     assert "" == capsys.readouterr().err
@@ -202,7 +204,7 @@ def test_a_failure_before_ranks_have_started_again_is_told_and_counts_no_more(ca
 
 
 def test_after_ctrl_c_no_call_of_ray_is_under_way(monkeypatch):
-    monkeypatch.setattr("parwrap.launching.jobs.ray.LOOK", 0.01)
+    monkeypatch.setattr("parwrap.launching.ray.LOOK", 0.01)
     before, threads = signal.getsignal(signal.SIGINT), threading.active_count()
 
     def fit():
@@ -216,6 +218,6 @@ def test_after_ctrl_c_no_call_of_ray_is_under_way(monkeypatch):
     assert threads == threading.active_count()
 
 
-def test_the_word_of_ray_where_no_rank_has_one(capsys):
+def test_a_failure_of_ray_itself(capsys):
     assert 1 == follow({}, error=RuntimeError("a worker was lost"))
     assert "parwrap.run: Ray ended the job: a worker was lost\n" == capsys.readouterr().err

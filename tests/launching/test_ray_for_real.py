@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command_line import ended_with_the_test
-from training import TRAINING, assert_trained_as_one_process
+from launched import ended_with_the_test
+from of_one_process import TRAINING, assert_trained_as_one_process
 
 pytest.importorskip("ray.train", reason="Ray is not installed: pip install 'ray[train]>=2.60'")
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 WITHIN = 180
 """Seconds that any of these takes."""
@@ -28,7 +29,12 @@ WITHIN = 180
 @pytest.fixture(scope="module")
 def variables():
     """An environment in which all that Ray leaves goes with the test; the path is short, for there are sockets in it."""
-    ours = {"RAY_TMPDIR": tempfile.mkdtemp(), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
+    ours = {
+        "RAY_TMPDIR": tempfile.mkdtemp(dir="/tmp"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": uuid.uuid4().hex,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     yield {**os.environ, **ours, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     shutil.rmtree(ours["RAY_TMPDIR"])
 
@@ -94,7 +100,7 @@ def test_on_this_machine_ranks_train_as_one_process_and_an_exit_code_of_one_is_t
     stdout, stderr = process.communicate(timeout=WITHIN)
     assert 5 == process.returncode, stdout + stderr
     assert "2 ranks have trained\n" == stdout
-    assert "parwrap: 2 ranks, gloo on cpu, ddp" in stderr
+    assert "rank 1 of 2 exited with code 5" == stderr.splitlines()[-1]
     facts = json.loads((start.directory / "facts").read_text())
     assert {"argv": arguments, "cwd": str(start.directory), "python": sys.executable, "threads": 1} == facts
     assert_trained_as_one_process(start.directory, monkeypatch)

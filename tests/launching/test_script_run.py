@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from parwrap.launching.elastic.script_run import script_traceback
+from parwrap.launching.script import script_traceback
 
 ROOT = Path(__file__).parents[2]
 RUN_ALONE = (
-    "import sys; from parwrap.launching.command.script import Script; from parwrap.launching.elastic.script_run import run_alone; "
+    "import sys; from parwrap.launching.plan import Script; from parwrap.launching.script import run_alone; "
     "run_alone(Script(sys.argv[1], tuple(sys.argv[3:]), sys.argv[2]))"
 )
 
@@ -45,8 +45,8 @@ file.write('open')
 
 EACH_IN_A_FORK = """
 import os, sys
-from parwrap.launching.command.script import Script
-from parwrap.launching.elastic.script_run import run_alone
+from parwrap.launching.plan import Script
+from parwrap.launching.script import run_alone
 folders = sys.argv[1:]
 while folders and (running := os.fork()):
     _, status = os.waitpid(running, 0)
@@ -61,28 +61,20 @@ if folders:
 """Imports parwrap once, and ends in each fork as an interpreter does."""
 
 
-@pytest.fixture(scope="module")
-def run_alone(tmp_path_factory):
-    """The folder of each script and what has come of it."""
+def test_a_script_runs_as_under_plain_python(tmp_path_factory):
     folders = {source: tmp_path_factory.mktemp("alone") for source in SCRIPTS.values()}
     for source, folder in folders.items():
         (folder / "scripts").mkdir()
         (folder / "scripts" / "train.py").write_text(source)
-    code, *said = outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
-    assert [0, "", ""] == [code, *said]
-    return {
-        source: (folder, (int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))))
-        for source, folder in folders.items()
-    }
 
+    assert (0, "", "") == outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
+    for name, source in SCRIPTS.items():
+        folder = folders[source]
+        ended = int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))
+        left = (folder / "left").read_text() if (folder / "left").exists() else None
 
-@pytest.mark.parametrize("source", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_a_script_runs_as_under_plain_python(run_alone, source):
-    folder, ended = run_alone[source]
-    left = (folder / "left").read_text() if (folder / "left").exists() else None
-
-    assert outcome("scripts/train.py", "--lr", "0.1", cwd=folder) == ended
-    assert ("open" if "left" in source else None) == left
+        assert (name, outcome("scripts/train.py", "--lr", "0.1", cwd=folder)) == (name, ended)
+        assert ("open" if "left" in source else None) == left
 
 
 def test_a_module_runs_as_under_plain_python(tmp_path):
@@ -97,8 +89,8 @@ def test_a_module_runs_as_under_plain_python(tmp_path):
 
 def test_a_directory_runs_as_under_plain_python(tmp_path):
     (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__main__.py").write_text("import sys, helper; print(sys.argv[1:], __name__, sys.path[0])")
-    (tmp_path / "app" / "helper.py").touch()
+    (tmp_path / "app" / "__main__.py").write_text("import sys, near; print(sys.argv[1:], __name__, sys.path[0])")
+    (tmp_path / "app" / "near.py").touch()
     expected = outcome("app", cwd=tmp_path)
 
     assert outcome("-c", RUN_ALONE, "app", "file", cwd=tmp_path) == expected
@@ -128,9 +120,7 @@ def test_a_traceback_of_parwraps_own_is_not_cut():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel must offer it")
 def test_a_process_can_be_tied_to_its_parent():
-    child = (
-        "from parwrap.system.processes import die_with_parent; die_with_parent(); print('tied', flush=True); import time; time.sleep(60)"
-    )
+    child = "from parwrap.ranks.processes import die_with_parent; die_with_parent(); print('tied', flush=True); import time; time.sleep(60)"
     parent = (
         "import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE); "
         "child.stdout.readline(); os._exit(0)"

@@ -1,15 +1,15 @@
-"""The batch script and what SLURM tells of a job, as text; nothing is started."""
+"""The batch script, and the state of a job from what SLURM prints, as text; nothing is started."""
 
 import itertools
 import subprocess
 
 import pytest
 
-from parwrap.launching.jobs import slurm
-from parwrap.launching.jobs.job import requested_job
-from parwrap.launching.jobs.slurm import batch_script, read_status
+from parwrap.launching import slurm
+from parwrap.launching.jobs import requested_job
+from parwrap.launching.slurm import batch_script, read_status
+from parwrap.ranks.launchers import LOOPBACK
 from parwrap.run import main
-from parwrap.world.launchers import LOOPBACK
 
 PYTHON = "my env/bin/python"
 
@@ -80,6 +80,7 @@ def test_many_nodes():
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
+export PARWRAP_SECRET="${PARWRAP_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}"  # srun passes it to all nodes
 # nodes that srun ends because one has failed exit with 143, which is not to hide that one's exit code
 srun --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 bash -c '
     trap : TERM
@@ -101,7 +102,7 @@ def test_nodes_that_start_again_together_meet_by_c10d():
     assert meeting in text("--nodes", "2", "--max-restarts", "1", "train.py")
 
 
-TOLD = """\
+SHOWN = """\
 JobId=7 JobName=JobState=odd ExitCode=9:9
    UserId=me(1000) GroupId=me(1000) MCS_label=N/A
    Priority=4294901759 Nice=0 Account=(null) QOS=(null)
@@ -131,7 +132,7 @@ JobId=7 JobName=JobState=odd ExitCode=9:9
     ],
 )
 def test_how_a_job_stands(state, code, ended, exit_code):
-    status = read_status(TOLD.format(state=state, reason="Resources", restarts=2, code=code))
+    status = read_status(SHOWN.format(state=state, reason="Resources", restarts=2, code=code))
 
     assert (state, "Resources", 2, exit_code) == (status.state, status.reason, status.restarts, status.code)
     assert ended == status.ended
@@ -139,7 +140,7 @@ def test_how_a_job_stands(state, code, ended, exit_code):
 
 
 def test_a_job_that_never_had_nodes_has_not_run():
-    assert not read_status(TOLD.format(state="CANCELLED", reason="None", restarts=0, code="0:0").replace("NodeList=n1", "NodeList=")).ran
+    assert not read_status(SHOWN.format(state="CANCELLED", reason="None", restarts=0, code="0:0").replace("NodeList=n1", "NodeList=")).ran
 
 
 def test_a_dry_run_prints_the_batch_script_where_there_is_no_slurm(capsys, monkeypatch, tmp_path):
@@ -219,17 +220,17 @@ def test_what_sbatch_says_where_no_cluster_answers_comes_with_what_to_do(program
     )
 
 
-def test_a_log_that_does_not_appear_here_is_told_of(programs, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("parwrap.launching.jobs.slurm.LOOK", 0)
-    told = TOLD.format(state="FAILED", reason="None", restarts=0, code="0:53")
-    programs(sbatch="echo 7", scontrol=f"cat <<'END'\n{told}END")
+def test_a_log_that_this_machine_cannot_read(programs, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("parwrap.launching.slurm.LOOK", 0)
+    printed = SHOWN.format(state="FAILED", reason="None", restarts=0, code="0:53")
+    programs(sbatch="echo 7", scontrol=f"cat <<'END'\n{printed}END")
 
     assert (
         "parwrap.run: job 7 ended: FAILED, exit code 181\n"
         "parwrap.run: cannot read the log of job 7 from here: it is my work/slurm-7.out on its first node; set --output to a path that "
         "all nodes share\n"
     ) == followed(capsys, 181)
-    programs(scontrol=f"cat <<'END'\n{told.replace('NodeList=n1', 'NodeList=(null)')}END")
+    programs(scontrol=f"cat <<'END'\n{printed.replace('NodeList=n1', 'NodeList=(null)')}END")
     assert "parwrap.run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)
 
 

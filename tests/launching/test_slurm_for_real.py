@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_line import ended_with_the_test
+from launched import ended_with_the_test
+from of_one_process import TRAINING, assert_trained_as_one_process
 from slurm_cluster import NotHere, slurm
-from training import TRAINING, assert_trained_as_one_process
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 WITHIN = 120
 """Seconds, far above what any of these takes."""
@@ -84,6 +85,7 @@ FACTS = """
 import json, os, sys, parwrap
 if parwrap.rank() == 0:
     facts = {"argv": sys.argv[1:], "cwd": os.getcwd(), "python": sys.executable, "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
+    facts["secret"] = len(os.environ.get("PARWRAP_SECRET", ""))
     json.dump(facts, open("facts", "w"))
 print(parwrap.world_size(), "ranks have trained")
 sys.exit(5 if parwrap.rank() == 3 else 0)
@@ -105,7 +107,7 @@ def test_two_nodes_train_as_one_process_and_a_failure_on_one_is_the_exit_code(st
     ] == [line for line in messages_in(stderr) if "queue" not in line]
     assert log.read_text() == stdout
     facts = json.loads((start.directory / "facts").read_text())
-    assert {"argv": arguments, "cwd": str(start.directory), "python": sys.executable, "interface": None} == facts
+    assert {"argv": arguments, "cwd": str(start.directory), "python": sys.executable, "interface": None, "secret": 32} == facts
     assert_trained_as_one_process(start.directory, monkeypatch)
 
 
@@ -166,9 +168,9 @@ def test_ctrl_c_cancels_the_job_and_a_script_can_save_before_it_ends(waiting, st
 
     assert 130 == process.returncode
     assert "parwrap.run: cancelled job N" == messages_in(stderr)[-1]
-    told_of = ended(run, number)
-    assert "JobState=CANCELLED" in told_of
-    assert f"JobId={number} JobName=wait\n" in told_of
+    shown = ended(run, number)
+    assert "JobState=CANCELLED" in shown
+    assert f"JobId={number} JobName=wait\n" in shown
     assert (start.directory / "saved").exists()
 
 
@@ -205,11 +207,11 @@ import os, torch, parwrap
 def train():
     data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
     model = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
     for x, y in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
+        sgd.zero_grad()
         (model(x) - y).square().mean().backward()
-        with torch.no_grad():
-            model.weight -= 0.1 * model.weight.grad
-            model.weight.grad = None
+        sgd.step()
     return {"rank": parwrap.rank(), "local": parwrap.local_rank(), "size": parwrap.world_size(), "weights": model.weight.tolist()}
 
 facts = train()
@@ -229,10 +231,10 @@ def test_a_batch_script_of_ones_own_starts_parwrap_run_on_each_node(start, run, 
 srun --ntasks-per-node=1 {sys.executable} -m parwrap.run --nproc-per-node 2 --batch global train.py
 """)
     number = run("sbatch", "--parsable", "--nodes=2", "--output=log", "job.sh")[1].strip()
-    told_of = ended(run, number)  # sbatch --wait looks after 2, 4, 8, 16 seconds
+    shown = ended(run, number)  # sbatch --wait looks after 2, 4, 8, 16 seconds
 
     log = (start.directory / "log").read_text()
-    assert "JobState=COMPLETED" in told_of, log
+    assert "JobState=COMPLETED" in shown, log
     assert "4 ranks have trained\n" in log
     assert_trained_as_one_process(start.directory, monkeypatch)
 
@@ -248,3 +250,15 @@ def test_srun_starts_the_ranks_of_a_decorated_script(start, run):
     for facts in ranks:
         assert 4 == facts["size"]
         torch.testing.assert_close(facts["weights"], alone["weights"])
+
+
+def test_the_doctor_examines_all_ranks_of_srun(run):
+    status, stdout, stderr = run("srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, "-m", "parwrap.doctor", "--json")
+    examined = json.loads(stdout)
+
+    assert int(any(finding["serious"] for finding in examined["findings"])) == status, stderr
+    assert [0, 1, 2, 3] == [facts["launch"]["rank"] for facts in examined["ranks"]]
+    assert ("launched", None, 5, 3) == (
+        *(examined["self_test"][name] for name in ("by", "failure")),
+        *(len(examined["self_test"][name]) for name in ("rows", "clocks")),
+    )

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import parwrap
 from scaled import FP16, LOW, Recorder, batches, build, by_hand, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("not_warned_yet")
-
 
 def plain(data, micro=1, clip=None):
     model, recorder = build(), Recorder()

@@ -9,8 +9,6 @@ from torch import nn
 import parwrap
 from scaled import FP16, LOW, batches, build, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("not_warned_yet")
-
 
 @pytest.mark.ranks(2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
@@ -68,23 +66,55 @@ def test_gradients_are_bit_for_bit_those_of_ddp_by_hand():
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_leave_early_and_come_back_have_the_state_of_the_others():
-    @parwrap.distributed
-    @parwrap.amp(**LOW)
-    def train():
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for x, y in batches(6 if parwrap.rank() else 3, overflowing=(4,)):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_loss_is_the_unscaled_mean_over_ranks(dtype):
+    """65536 is too large for float16, so the scaled loss is too, and the mean must not be computed from it."""
+    weight = nn.Parameter(torch.ones(1))
+    torch.optim.SGD([weight], lr=0.0)
+    with parwrap.distributed(), parwrap.amp(dtype=dtype):
+        loss = (weight * (1 + 2 * parwrap.rank())).half().sum()
+        loss.backward()
+
+    assert 2.0 == loss.item()
+
+
+@pytest.mark.ranks(2)
+def test_clipping_sees_the_mean_of_unscaled_gradients():
+    weight = nn.Parameter(torch.zeros(1))
+    with parwrap.distributed(), parwrap.amp(**LOW):
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        (weight * (2.0 + 4 * parwrap.rank())).sum().backward()
+        norm = nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+
+    assert (4.0, -1.0) == (norm.item(), pytest.approx(weight.item(), abs=1e-5))
+
+
+@pytest.mark.ranks(2)
+def test_a_script_with_a_scaler_of_its_own_is_left_to_it_on_ranks():
+    def train(model, wrapped, number_of_rank):
+        scaler, losses = torch.amp.GradScaler("cpu", growth_interval=2), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches(8, overflowing=(3,))[number_of_rank::2]:
             optimizer.zero_grad()
-            loss_of(model, x, y).backward()
-            optimizer.step()
-        parwrap.barrier()
-        return model.state_dict(), parwrap.amp_state().scale, parwrap.amp_state().skipped_steps
+            with torch.autocast("cpu", dtype=FP16):
+                loss = loss_of(wrapped, x, y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        return model.state_dict(), scaler.get_scale(), losses
 
-    one, other = parwrap.gather(train())
+    by_hand, rank = build(), parwrap.rank()
+    *expected, losses = train(by_hand, nn.parallel.DistributedDataParallel(by_hand), rank)
+    model = build()
+    *actual, means = parwrap.distributed(parwrap.amp(dtype="fp16")(train))(model, model, rank)
 
-    assert same(one, other)
-    assert (512.0, 1) == one[1:]
+    assert same(expected, actual)
+    for mean, *each in zip(means, *parwrap.gather(losses), strict=True):
+        assert sum(each) / 2 == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -98,3 +128,24 @@ def test_branches_that_differ_by_rank_average_true_scale_gradients():
 
             assert ([1.0 * times] * 3, [1.0 * times] * 3) == (first.grad.tolist(), second.grad.tolist())
             optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_block_around_a_distributed_function_does_the_same():
+    def train():
+        model, losses = build(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(batches(8, overflowing=(3,))[parwrap.rank() :: 2]):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y * (1 + number))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return model.state_dict(), losses, parwrap.amp_state().scale
+
+    expected = parwrap.distributed(parwrap.amp(dtype="fp16")(train))()
+    with parwrap.amp(dtype="fp16"):
+        actual = parwrap.distributed(train)()
+
+    assert same(expected, actual)

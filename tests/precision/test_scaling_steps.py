@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import StepLR
 import parwrap
 from scaled import FP16, batches, build, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("not_warned_yet")
-
 
 def gan(data, backward, step, update):
     torch.manual_seed(0)
@@ -163,3 +161,106 @@ def test_weights_that_are_changed_by_hand_are_not_ruined_by_an_overflow(capfd):
 
     assert (parwrap.amp(dtype="fp16")(train)()[0] - 2).abs() < 0.1
     assert 1 == capfd.readouterr().err.count("the gradient of a tensor that no optimizer owns overflowed in float16. It was set to 0")
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one_step():
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.ones(1))
+    torch.optim.SGD([weight])  # so that torch's hooks are around the base class's step too
+    with parwrap.amp(dtype="fp16", growth_interval=2):
+        optimizer = Noted([weight], lr=0.1)
+        for factor, scale in ((math.inf, 32768.0), (1.0, 32768.0), (1.0, 65536.0)):
+            optimizer.zero_grad()
+            (weight * factor).sum().backward()
+            optimizer.step()
+
+            assert scale == parwrap.amp_state().scale
+        assert 1 == parwrap.amp_state().skipped_steps
+    assert 0.8 == pytest.approx(weight.item())
+
+
+def test_an_optimizer_that_wraps_another_steps_with_neither():
+    class Lookahead(torch.optim.Optimizer):
+        """Every step moves halfway to where the inner optimizer has gone."""
+
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, {}, {}
+            self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+        def step(self, closure=None):
+            self.inner.step()
+            for p, slow in zip([p for group in self.param_groups for p in group["params"]], self.slow, strict=True):
+                slow.lerp_(p.detach(), 0.5)
+                p.data.copy_(slow)
+
+    weight = nn.Parameter(torch.ones(1))
+    with parwrap.amp(dtype="fp16"):
+        optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0))
+        (weight * math.inf).sum().backward()
+        optimizer.step()
+
+    assert 1.0 == weight.item()
+
+
+def test_a_step_that_cannot_be_skipped_is_an_error():
+    weight = nn.Parameter(torch.ones(1))
+
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                weight.add_(1)
+
+    with parwrap.amp(dtype="fp16"):
+        optimizer = Stubborn([weight], lr=1.0)
+        (weight * math.inf).sum().backward()
+        with pytest.raises(parwrap.UsageError) as refusal:
+            optimizer.step()
+
+    assert str(refusal.value).endswith(
+        ": Stubborn.step() has changed a parameter of shape (1,) in a step that parwrap has to skip. Let step() iterate over the "
+        "parameters in self.param_groups, or train this part without parwrap.amp and parwrap.accumulate."
+    )
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_does_not_hide_an_overflow(clip):
+    weight = nn.Parameter(torch.ones(2))
+    with parwrap.amp(dtype="fp16"):
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for factor in (math.inf, 1.0):
+            optimizer.zero_grad()
+            (weight * torch.tensor([factor, 1.0])).sum().backward()
+            getattr(nn.utils, clip)([weight], 0.5)
+            optimizer.step()
+
+        assert 1 == parwrap.amp_state().skipped_steps
+    assert weight.isfinite().all()
+    assert (weight < 1).all()
+
+
+def test_an_overflow_whose_batch_the_loop_leaves_is_forgotten():
+    weight = nn.Parameter(torch.ones(1))
+    with parwrap.amp(dtype="fp16"):
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        for factor in (math.inf, 1.0):
+            optimizer.zero_grad()
+            (weight * factor).sum().backward()
+            nn.utils.clip_grad_norm_([weight], 10.0)
+            if math.isfinite(factor):
+                optimizer.step()
+
+        assert (0, 0.5) == (parwrap.amp_state().skipped_steps, weight.item())
+
+
+@pytest.mark.parametrize(("imaginary", "skipped"), [(1.0, 0), (math.inf, 1)])
+def test_complex_gradients(imaginary, skipped):
+    weight = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    with parwrap.amp(dtype="fp16"):
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        (weight * torch.tensor([complex(1.0, imaginary)])).abs().sum().backward()
+        optimizer.step()
+
+        assert skipped == parwrap.amp_state().skipped_steps

@@ -1,5 +1,7 @@
 """Pieces of plain scripts that write and read files, in a directory of their own; each function returns what it has seen there."""
 
+# scripts open files in every way
+
 import bz2
 import csv
 import glob

@@ -1,5 +1,7 @@
 """The same for scripts that copy, move, remove and look for files, log to them, and find those of an earlier run."""
 
+# scripts open files in every way
+
 import glob
 import json
 import logging

@@ -1,6 +1,8 @@
+"""Who is heard."""
+
 import io
-import logging
 import os
+import subprocess
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -8,100 +10,100 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 from tqdm import tqdm
 
-import parwrap
-from parwrap.rank_zero.output import settle
+from parwrap.rank_zero.output import output_of
 
 
-def written_by_ranks(write):
-    """What each rank writes to stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), parwrap.distributed():
-        write()
-    return parwrap.gather((out.getvalue(), err.getvalue()))
-
-
-@pytest.mark.ranks(2)
-def test_rank_zero_prints_and_force_lets_everybody():
-    def write():
+def test_ranks_above_zero_are_silent_and_force_lets_them_print(capfd):
+    with output_of(1):
         print("hello")
-        print("it is", parwrap.rank(), force=True)
-        print("beside", parwrap.rank(), force=True, file=sys.stderr)
+        print("it is 1", force=True)
+        print("beside 1", force=True, file=sys.stderr)
         sys.stdout.write("written\n")
-
-    assert [("hello\nit is 0\nwritten\n", "beside 0\n"), ("it is 1\n", "beside 1\n")] == written_by_ranks(write)
-
-
-@pytest.mark.ranks(2)
-def test_bars_warnings_and_loggers_are_rank_zeros():
-    def write():
+        os.write(1, b"by descriptor\n")
+        subprocess.run(["echo", "by a child"], check=True)
         list(tqdm(range(3)))
         warnings.warn("careful", stacklevel=1)
-        handler = logging.StreamHandler()
-        logging.getLogger("train").addHandler(handler)
-        logging.getLogger("train").warning("epoch")
+    print("after")
 
-    (_, first), other = written_by_ranks(write)
-
-    assert all(word in first for word in ("3/3", "careful", "epoch"))
-    assert ("", "") == other
+    assert ("it is 1\nafter\n", "beside 1\n") == capfd.readouterr()
 
 
-@pytest.mark.ranks(2)
-def test_errors_are_heard_from_every_rank_with_its_number():
-    def write():
-        if parwrap.rank() == 1:
-            logging.getLogger("train").error("lost %s", "it")
+def test_rank_zero_is_heard(capfd):
+    with output_of(0):
+        print("hello")
+        print("it is 0", force=True)
+        os.write(1, b"by descriptor\n")
 
-    assert [("", ""), ("", "[rank 1] ERROR:train:lost it\n")] == written_by_ranks(write)
-
-
-@pytest.mark.ranks(2)
-def test_print_to_a_file_of_the_users_own_is_left_alone():
-    own = io.StringIO()
-    with parwrap.distributed():
-        print("mine", file=own)
-
-    assert ["mine\n"] * 2 == parwrap.gather(own.getvalue())
+    assert ["by descriptor", "hello", "it is 0"] == sorted(capfd.readouterr().out.splitlines())
 
 
-@pytest.mark.ranks(2)
-def test_a_launcher_may_have_everyone_speak():
-    def write():
-        print("hello", force=True)
-        logging.getLogger("train").addHandler(logging.StreamHandler())
-        logging.getLogger("train").warning("epoch")
+def test_streams_in_memory_are_silent_too():
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), output_of(1):
+        print("hello")
+        print("it is 1", force=True)
+        print("beside", file=sys.stderr)
 
-    settle(everyone=True, log_only=os.devnull)
-    try:
-        assert [("hello\n", "epoch\n")] * 2 == [(out, err[-6:]) for out, err in written_by_ranks(write)]
-    finally:
-        settle(everyone=False, log_only=os.devnull)
+    assert ("it is 1\n", "") == (out.getvalue(), err.getvalue())
 
 
-@pytest.mark.ranks(2)
-def test_a_launcher_may_keep_what_nobody_hears(tmp_path):
-    log_only = tmp_path / "aside"
+def test_the_streams_stay_the_same_objects(capfd):
+    before = sys.stdout, sys.stderr
+    with output_of(1):
+        assert before == (sys.stdout, sys.stderr)
 
-    def write():
+    assert before == (sys.stdout, sys.stderr)
+
+
+def test_a_log_keeps_what_is_not_heard(capfd, tmp_path):
+    with output_of(1, str(tmp_path / "log")):
+        print("hello")
+        os.write(2, b"by descriptor\n")
+
+    assert {"hello", "by descriptor"} == set((tmp_path / "log").read_text().splitlines())
+    assert ("", "") == capfd.readouterr()
+
+
+def test_errors_are_heard_from_every_rank(capfd):
+    with output_of(1) as output:
+        print("lost it", file=output.errors)
+
+    assert ("", "lost it\n") == capfd.readouterr()
+
+
+def test_a_launcher_may_let_every_rank_speak(capfd):
+    with output_of(1, heard=True):
         print("hello")
         print("aloud", force=True)
-        warnings.warn("careful", stacklevel=1)
 
-    settle(everyone=False, log_only=str(log_only))
-    try:
-        (out, err), other = written_by_ranks(write)
-    finally:
-        settle(everyone=False, log_only=os.devnull)
-
-    assert ("hello\naloud\n", True) == (out, "careful" in err)
-    assert ("aloud\n", "") == other
-    if parwrap.rank() == 1:
-        assert "hello\n" == log_only.read_text()[:6]
-        assert "careful" in log_only.read_text()
+    assert ("hello\naloud\n", "") == capfd.readouterr()
 
 
-def test_one_rank_takes_force_too(capsys):
-    with parwrap.distributed():
-        print("hello", force=True)
+def test_print_to_a_file_of_the_users_own_is_left_alone():
+    own = io.StringIO()
+    with output_of(1):
+        print("mine", file=own)
+        print("forced", file=own, force=True)
 
-    assert "hello\n" == capsys.readouterr().out
+    assert "mine\nforced\n" == own.getvalue()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wandb_is_rank_zeros(rank, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with output_of(rank):
+        assert (None, "disabled")[rank] == os.environ.get("WANDB_MODE")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_everything_is_put_back_after_an_error(rank, capfd, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    before, descriptors = print, len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyError), output_of(rank):
+        raise KeyError(os.environ.get("WANDB_MODE"))
+    print("heard")
+
+    assert before is print
+    assert "WANDB_MODE" not in os.environ
+    assert descriptors == len(os.listdir("/proc/self/fd"))
+    assert "heard\n" == capfd.readouterr().out

@@ -1,5 +1,7 @@
 """What is real on every rank, and what is not."""
 
+# scripts open files in every way
+
 import glob
 import multiprocessing
 import os
@@ -14,9 +16,11 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-import parwrap
-from parwrap.group.group import alone
+from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
+from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.path_rules import PathRules
+from parwrap.ranks.collectives import barrier, gather
+from parwrap.ranks.group import alone, current, rank
 
 
 def written(path):
@@ -29,11 +33,11 @@ def written(path):
 
 def on_each(function, tmp_path):
     """What ``function`` gives on each rank, which has a directory of its own."""
-    folder = tmp_path / str(parwrap.rank())
+    folder = tmp_path / str(rank())
     folder.mkdir()
-    with parwrap.distributed():
+    with intercepting_files(current()):
         result = function(folder)
-    return parwrap.gather(result)
+    return gather(result)
 
 
 @pytest.mark.ranks(2)
@@ -76,12 +80,12 @@ LISTINGS = {
 @pytest.mark.parametrize("kind", LISTINGS)
 @pytest.mark.ranks(2)
 def test_a_rank_does_not_see_what_tempfile_has_made_on_another(kind, tmp_path):
-    with parwrap.distributed():
+    with intercepting_files(current()):
         folder = tempfile.mkdtemp(dir=tmp_path)
         with tempfile.NamedTemporaryFile(prefix="own", suffix=".pt", dir=tmp_path) as file:
-            parwrap.barrier()
+            barrier()
             seen = LISTINGS[kind](tmp_path)
-            parwrap.barrier()
+            barrier()
     with alone():
         everything = os.listdir(tmp_path)
     assert sorted(seen) == sorted(map(os.path.basename, (folder, file.name)))
@@ -100,7 +104,7 @@ def test_what_tempfile_had_made_on_another_rank_in_an_earlier_run_is_seen(tmp_pa
 def test_files_without_a_name_are_every_ranks_own(tmp_path):
     def through(folder):
         with tempfile.TemporaryFile(dir=folder) as file, tempfile.SpooledTemporaryFile(max_size=1, dir=folder) as spooled:
-            file.write(b"%d" % parwrap.rank())
+            file.write(b"%d" % rank())
             spooled.write(b"many")
             file.seek(0)
             spooled.seek(0)
@@ -128,9 +132,9 @@ def test_a_temporary_folder_is_gone_again(tmp_path):
     "variable", ["XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR"]
 )
 @pytest.mark.ranks(2)
-def test_a_cache_is_real_on_every_rank(variable, tmp_path):
+def test_a_cache_is_real_on_every_rank(variable, tmp_path, monkeypatch):
     def through(folder):
-        os.environ[variable] = str(folder / "cache")  # as scripts do, which set it themselves
+        monkeypatch.setenv(variable, str(folder / "cache"))  # as scripts do, which set it themselves
         os.makedirs(folder / "cache" / "deep")
         return written(folder / "cache" / "deep" / "a"), written(folder / "a")
 
@@ -138,11 +142,11 @@ def test_a_cache_is_real_on_every_rank(variable, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_caches_are_found_by_the_home_directory(tmp_path):
+def test_caches_are_found_by_the_home_directory(tmp_path, monkeypatch):
     def through(folder):
-        os.environ["HOME"] = str(folder)
+        monkeypatch.setenv("HOME", str(folder))
         for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR"):
-            os.environ.pop(name, None)
+            monkeypatch.delenv(name, raising=False)
         os.makedirs(folder / ".cache")
         os.makedirs(folder / ".config" / "matplotlib")
         return written(folder / ".cache" / "a"), written(folder / ".config" / "matplotlib" / "a"), written(folder / "a")
@@ -193,19 +197,19 @@ def test_workers_of_loaders_write_for_real_and_read_what_their_rank_has_written(
 @pytest.mark.ranks(2)
 def test_what_is_real_finds_the_folder_that_rank_zero_makes(slow, tmp_path):
     folder = tmp_path / "out"
-    with parwrap.distributed():
-        if parwrap.rank() == slow:
+    with intercepting_files(current()):
+        if rank() == slow:
             time.sleep(0.2)
         os.makedirs(folder / "deep")
-        with tempfile.TemporaryDirectory(dir=folder / "deep") as inside, parwrap.every_rank_writes():
-            Path(folder, f"{parwrap.rank()}.txt").write_text("a")
+        with tempfile.TemporaryDirectory(dir=folder / "deep") as inside, every_rank_writes():
+            Path(folder, f"{rank()}.txt").write_text("a")
             child = multiprocessing.get_context("fork").Process(target=Path(inside, "a").write_text, args=("a",))
             child.start()
             child.join()
             seen = os.listdir(inside)
 
     assert ["a"] == seen
-    parwrap.barrier()
+    barrier()
     assert ["0.txt", "1.txt", "deep"] == sorted(os.listdir(folder))
 
 
@@ -224,11 +228,11 @@ def test_other_processes_write_for_real(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_what_a_rank_runs_alone_it_writes_for_real(tmp_path):
-    @parwrap.rank_zero_only(local=True)
+    @rank_zero_only(local=True)
     def report(folder):
         return written(folder / "report")
 
-    @parwrap.rank_zero_first
+    @rank_zero_first
     def first(folder):
         return written(folder / "first")
 

@@ -1,6 +1,6 @@
 """Compressed gradients against hand-written DDP with torch's own hooks, and what must not be compressed."""
 
-from contextlib import nullcontext
+from __future__ import annotations
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parwrap
-from parwrap.errors import UsageError
+from parwrap.checks.same_step import NUMBERS
+from parwrap.errors import RankMismatchError, UsageError
 from parwrap.options import Options
-from parwrap.strategies.common.compression import EPSILON, START
+from parwrap.strategies.compression import EPSILON, START
 
 STEPS = 6
 HOOKS = {
@@ -25,35 +25,37 @@ HOOKS = {
 DATA = TensorDataset(*(torch.randn(STEPS * 12, width, generator=torch.Generator().manual_seed(5)) for width in (16, 2)))
 
 
-def build():
+def train(wrap, loader, seen=None):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
-
-
-def train(model, forward, loader):
+    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+    forward = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, y in loader:
         optimizer.zero_grad()
-        nn.functional.mse_loss(forward(x), y).backward()
+        loss = nn.functional.mse_loss(forward(x), y)
+        loss.backward()
         optimizer.step()
+        if seen is not None:
+            seen.append(loss.item())
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def plain():
-    model = build()
-    return train(model, model, DataLoader(DATA, batch_size=4))
+def plain(seen=None):
+    return train(lambda model: model, DataLoader(DATA, batch_size=4), seen)
 
 
 def by_hand(compress):
-    model = build()
-    ddp = DistributedDataParallel(model)
-    powersgd = powerSGD_hook.PowerSGDState(None, Options.powersgd_rank, start_powerSGD_iter=START, orthogonalization_epsilon=EPSILON)
-    ddp.register_comm_hook(powersgd, HOOKS[compress])
-    return train(model, ddp, DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, shuffle=False)))
+    def wrap(model):
+        ddp = DistributedDataParallel(model)
+        state = powerSGD_hook.PowerSGDState(None, Options.powersgd_rank, start_powerSGD_iter=START, orthogonalization_epsilon=EPSILON)
+        ddp.register_comm_hook(state, HOOKS[compress])
+        return ddp
+
+    return train(wrap, DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, shuffle=False)))
 
 
-@pytest.mark.parametrize("compress", HOOKS)
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("compress", HOOKS)
 def test_weights_are_bit_for_bit_those_of_ddp_by_hand_with_torchs_hook(compress):
     expected = by_hand(compress)
     actual = parwrap.distributed(compress=compress)(plain)()
@@ -62,10 +64,21 @@ def test_weights_are_bit_for_bit_those_of_ddp_by_hand_with_torchs_hook(compress)
     assert not torch.equal(expected, parwrap.distributed(plain)())
 
 
-@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 def test_on_three_ranks_they_are_so_up_to_the_order_of_sums_of_halves(compress):
     torch.testing.assert_close(parwrap.distributed(compress=compress)(plain)(), by_hand(compress), atol=1e-3, rtol=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compress", ["fp16", "powersgd"])
+def test_the_loss_is_the_mean_over_ranks_in_full_precision(compress):
+    mine, means = [], []
+    parwrap.distributed(compress=compress)(plain)(means)
+    train(lambda model: model, DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, shuffle=False)), mine)
+    (first, _), (other, _) = parwrap.gather(mine[:2])
+
+    assert pytest.approx((first + other) / 2, rel=1e-6) == means[0]
 
 
 @pytest.mark.ranks(2)
@@ -78,22 +91,21 @@ def test_a_step_sends_half_the_bytes_or_fewer(compress, part):
         return original(tensor, *args, **kwargs)
 
     with parwrap.distributed(compress=compress), pytest.MonkeyPatch.context() as patch:
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+        torch.optim.SGD(model.parameters(), lr=0.1)
         patch.setattr(dist, "all_reduce", counted)
         for _ in range(START + 2):
             sent.clear()
-            optimizer.zero_grad()
             model(torch.randn(4, 16) + parwrap.rank()).square().mean().backward()
-            optimizer.step()
 
-    facts = 4 * (len(list(model.parameters())) + 6)
+    signal = 4 * (len(list(model.parameters())) + NUMBERS)
     gradients = 4 * sum(p.numel() for p in model.parameters())
-    assert 0.5 * part < sum(sent) / (gradients + facts) < part + facts / gradients
+
+    assert 0.5 * part < sum(sent) / (gradients + signal) < part + signal / gradients
 
 
-@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 def test_ranks_count_by_their_samples_as_exactly_as_without(compress):
     """7 samples for 3 ranks and a batch of 4: weights are thirds, which no half precision holds."""
 
@@ -109,27 +121,23 @@ def test_ranks_count_by_their_samples_as_exactly_as_without(compress):
     assert pytest.approx(-8.0, rel=1e-3) == parwrap.distributed(compress=compress, batch="global")(mean)()
 
 
-@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
-@pytest.mark.ranks(3)
-def test_a_rank_that_stops_early_counts_for_nothing_and_what_nobody_uses_keeps_none(compress):
-    told = pytest.warns(UserWarning, match="rank 2 is at the end") if parwrap.rank() == 0 else nullcontext()
-    with told, parwrap.distributed(compress=compress):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compress", HOOKS)
+def test_what_nobody_uses_keeps_none(compress):
+    with parwrap.distributed(compress=compress):
         used, unused = nn.Parameter(torch.zeros(24, 24)), nn.Parameter(torch.zeros(24, 24))
         optimizer = torch.optim.SGD([used, unused], lr=1.0)
-        for step in range(3 if parwrap.rank() == 2 else 6):
+        for step in range(START + 2):
             optimizer.zero_grad()
             loss = (used * (parwrap.rank() + 1)).sum()
             (loss + 0 * unused.sum() if step == 0 else loss).backward()
-            assert step == 0 or unused.grad is None
-            optimizer.step()
 
-    # steps of the mean of 1, 2, 3 and then of 1, 2; that of the one which left is no more, but for what PowerSGD still owed
-    assert -(3 * 2.0 + 3 * 1.5) == pytest.approx(used.mean().item(), rel=1e-2)
-    assert 1 == len({tuple(each) for each in parwrap.gather(used.flatten().tolist())})
+            assert (step == 0) == (unused.grad is not None)
+            assert pytest.approx(1.5, rel=1e-2) == used.grad.mean().item()
 
 
-@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 def test_sparse_gradients_and_half_precision_weights_are_sent_too(compress):
     with parwrap.distributed(compress=compress):
         embedding, half = nn.Embedding(6, 2, sparse=True), nn.Linear(2, 2).to(torch.bfloat16)
@@ -141,6 +149,7 @@ def test_sparse_gradients_and_half_precision_weights_are_sent_too(compress):
             optimizer.step()
 
     both = parwrap.gather(torch.cat([embedding.weight.flatten(), *(p.float().flatten() for p in half.parameters())]))
+
     assert torch.equal(*both)
     assert both[0].isfinite().all()
 
@@ -149,6 +158,7 @@ def test_sparse_gradients_and_half_precision_weights_are_sent_too(compress):
 def test_powersgd_goes_on_after_a_step_without_gradients_and_after_an_overflow():
     with parwrap.distributed(compress="powersgd"):
         weight = nn.Parameter(torch.zeros(24, 24))
+        torch.optim.SGD([weight], lr=0.0)
         seen = []
         for step in range(9):
             factor = {4: 0.0, 6: float("inf")}.get(step, 1.0)
@@ -163,24 +173,36 @@ def test_powersgd_goes_on_after_a_step_without_gradients_and_after_an_overflow()
 
 @pytest.mark.ranks(2)
 def test_another_set_of_parameters_begins_anew():
-    """The second loss reaches one more parameter: its own buckets are sent as they are, until PowerSGD begins in them too."""
+    """Another loss reaches another optimizer's parameter: its buckets are sent as they are, until PowerSGD begins in them too."""
     with parwrap.distributed(compress="powersgd"):
         first, second = nn.Parameter(torch.zeros(24, 24)), nn.Parameter(torch.zeros(24, 24))
-        identity = torch.eye(24)
-        optimizer = torch.optim.SGD([first, second], lr=0.1)
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in (first, second)]
         ranks = []
         for step in range(2 * START + 4):
-            optimizer.zero_grad()
-            loss = (first * identity).sum()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = (first * torch.eye(24)).sum()
             if step < START + 2:
                 loss.backward()
             else:
-                (loss + (second * identity).sum()).backward()
+                (loss + (second * torch.eye(24)).sum()).backward()
             ranks.append(int(torch.linalg.matrix_rank(first.grad)))
 
-    assert ranks[START + 1] == 4
-    assert ranks[START + 2] == 24
-    assert ranks[-1] == 4
+    assert [4, 24, 4] == [ranks[START + 1], ranks[START + 2], ranks[-1]]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compress", HOOKS)
+def test_the_checks_still_see_ranks_that_come_apart(compress):
+    def run():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.arange(32.0).reshape(16, 2) + parwrap.rank()), batch_size=4):
+            model(x).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RankMismatchError, match=r"the ranks have read different \w+ .*in the pass at .*test_compression.py:\d+"):
+        parwrap.distributed(compress=compress)(run)()
 
 
 @pytest.mark.parametrize(
@@ -197,6 +219,10 @@ def test_another_set_of_parameters_begins_anew():
         ),
         ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has no effect with compress='bf16': remove it, or use"),
         ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has no effect with strategy='none': .* that has this option: 'ddp'"),
+        (
+            {"strategy": "local_sgd", "compress": "bf16"},
+            "compress='bf16' applies only to averaged gradients, which strategy='local_sgd' has only during its warm-up: remove it, or",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, text):

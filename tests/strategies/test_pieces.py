@@ -1,221 +1,137 @@
+"""Losses of outputs that stay on their devices, against those of the whole tensor."""
+
+from __future__ import annotations
+
 import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import parwrap
-from parwrap.strategies.data_parallel.sharded_outputs import Pieces
+from divided import TWO
+from parwrap.strategies.pieces import Pieces
 
-torch.manual_seed(0)
-LOGITS = torch.randn(7, 3)
-LABELS = torch.tensor([0, 1, 2, -100, 1, -100, 0])
-WEIGHT = torch.tensor([1.0, 2.0, 3.0])
-CHANCES = LOGITS.softmax(1)
-
-LOSSES = {
-    "cross_entropy": (F.cross_entropy, LABELS, {}),
-    "weighted": (F.cross_entropy, LABELS, {"weight": WEIGHT, "label_smoothing": 0.1}),
-    "other ignored": (F.cross_entropy, LABELS.clamp(0), {"ignore_index": 1}),
-    "chances": (F.cross_entropy, CHANCES, {"weight": WEIGHT}),
-    "nll_loss": (lambda x, y, **options: F.nll_loss(x.log_softmax(1), y, **options), LABELS, {"weight": WEIGHT}),
-    "mse_loss": (F.mse_loss, CHANCES, {}),
-    "l1_loss": (F.l1_loss, CHANCES, {}),
-    "huber_loss": (F.huber_loss, CHANCES, {"delta": 0.5}),
-    "smooth_l1_loss": (F.smooth_l1_loss, CHANCES, {"beta": 0.5}),
-    "binary": (F.binary_cross_entropy_with_logits, CHANCES, {}),
-    "binary weighted": (F.binary_cross_entropy_with_logits, CHANCES, {"pos_weight": WEIGHT}),
+NUMBERS = {
+    "mse_loss": F.mse_loss,
+    "l1_loss": F.l1_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "binary_cross_entropy": lambda x, y, **options: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), **options),
+    "with logits": lambda x, y, **options: F.binary_cross_entropy_with_logits(x, y.sigmoid(), **options),
 }
-IN_PIECES = {*LOSSES} - {"binary weighted", "nll_loss"}
+LABELS = {
+    "cross_entropy": F.cross_entropy,
+    "class weights": lambda x, y, **options: F.cross_entropy(x, y, weight=torch.tensor([1.0, 2.0, 3.0]), **options),
+    "ignored labels": lambda x, y, **options: F.cross_entropy(x, torch.where(y == 1, -1, y), ignore_index=-1, **options),
+    "smoothed": lambda x, y, **options: F.cross_entropy(x, y, label_smoothing=0.1, **options),
+    "probabilities": lambda x, y, **options: F.cross_entropy(x, F.one_hot(y, 3).float(), **options),
+    "nll_loss": lambda x, y, **options: F.nll_loss(x.log_softmax(1), y, **options),
+}
 
 
-def in_pieces(tensor):
-    return Pieces(tensor.split([3, 2, 2]))
+def loss_and_gradient(loss_of, x, y, cut):
+    x = x.clone().requires_grad_()
+    loss = loss_of(Pieces(x.split([3, 2, 2])) if cut else x, y).square().sum()
+    loss.backward()
+    return loss, x.grad
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_are_those_of_the_whole_and_most_need_not_put_it_together(name, reduction):
-    loss_of, target, options = LOSSES[name]
-    whole, parts = (LOGITS.clone().requires_grad_() for _ in range(2))
-    expected = loss_of(whole, target, reduction=reduction, **options)
-    pieces = in_pieces(parts)
-    actual = loss_of(pieces, target, reduction=reduction, **options)
-    expected.sum().backward()
-    actual.sum().backward()
+@pytest.mark.parametrize("name", [*NUMBERS, *LABELS])
+def test_losses_and_gradients_are_those_of_the_whole(name, reduction):
+    torch.manual_seed(0)
+    x, y = torch.randn(7, 3), torch.randn(7, 3) if name in NUMBERS else torch.randint(3, (7,))
 
-    assert (name in IN_PIECES) == pieces.is_in_pieces
-    assert expected.shape == actual.shape
-    assert torch.allclose(expected, actual + 0, atol=1e-6)
-    assert torch.allclose(whole.grad, parts.grad, atol=1e-6)
+    def loss_of(x, y):
+        return {**NUMBERS, **LABELS}[name](x, y, reduction=reduction)
+
+    expected, actual = (loss_and_gradient(loss_of, x, y, cut) for cut in (False, True))
+
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(expected, actual, strict=True))
 
 
-def test_a_target_in_pieces_is_taken_as_it_is():
-    pieces, target = in_pieces(LOGITS), in_pieces(CHANCES)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()])
+def test_torchs_loss_modules_leave_the_pieces_apart(loss):
+    out = Pieces([torch.randn(2, 3), torch.randn(1, 3)])
+    loss(out, torch.randint(3, (3,)) if isinstance(loss, nn.CrossEntropyLoss) else torch.randn(3, 3))
 
-    assert torch.allclose(F.mse_loss(LOGITS, CHANCES), F.mse_loss(pieces, target))
-    assert pieces.is_in_pieces
-    assert target.is_in_pieces
-
-
-def test_nothing_that_counts_gives_nan_as_for_the_whole():
-    assert F.cross_entropy(in_pieces(LOGITS), torch.full((7,), -100)).isnan()
+    assert out.is_in_pieces
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_of_halves_do_not_overflow(dtype):
-    logits = (LOGITS * 1000).to(dtype).repeat(100, 1)
-    expected = F.cross_entropy(logits.float(), LABELS.clamp(0).repeat(100))
-    actual = F.cross_entropy(Pieces(logits.split(350)), LABELS.clamp(0).repeat(100))
+def test_any_other_operation_joins_them_once():
+    out = Pieces([torch.zeros(2, 3), torch.ones(1, 3)])
 
-    assert dtype == actual.dtype
-    assert torch.allclose(expected, actual.float(), rtol=2e-2)
-
-
-@pytest.mark.parametrize(
-    "loss_of",
-    [
-        lambda x: F.mse_loss(x, CHANCES[:1].expand(7, 3)[:, :1]),
-        lambda x: F.mse_loss(x, CHANCES, size_average=False),
-        lambda x: F.mse_loss(CHANCES, x),
-        lambda x: F.mse_loss(x, CHANCES, weight=CHANCES),
-        lambda x: F.kl_div(x, CHANCES, reduction="batchmean"),
-        lambda x: F.cosine_embedding_loss(x, CHANCES, torch.ones(7)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_other_losses_are_computed_on_the_whole(loss_of):
-    pieces = in_pieces(LOGITS)
-
-    assert torch.equal(loss_of(LOGITS), loss_of(pieces))
-    assert not pieces.is_in_pieces
+    assert ((3, 3), 3, torch.float32, True) == (out.shape, len(out), out.dtype, out.is_in_pieces)
+    assert 1 == out[2, 0]
+    assert not out.is_in_pieces
+    assert torch.equal(torch.cat([out, out])[:3], out.whole())
 
 
-def test_its_facts_are_known_without_putting_it_together():
-    pieces = in_pieces(LOGITS.clone().requires_grad_())
+def test_a_change_in_place_counts_in_losses():
+    out = Pieces([torch.zeros(2, 1), torch.zeros(1, 1)])
+    out.add_(1)
 
-    assert (LOGITS.shape, 2, 7, 7, 21) == (pieces.shape, pieces.dim(), len(pieces), pieces.size(0), pieces.numel())
-    assert (torch.float32, LOGITS.device, True) == (pieces.dtype, pieces.device, pieces.requires_grad)
-    assert isinstance(pieces, torch.Tensor)
-    assert pieces.is_in_pieces
+    assert 1 == F.mse_loss(out, torch.zeros(3, 1))
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x.argmax(1) == LABELS,
-        lambda x: LABELS[:, None] == x,
-        lambda x: x[2],
-        lambda x: torch.cat([x, x * 2]),
-        lambda x: torch.stack([*x]),
-        lambda x: torch.tensor(x.tolist()),
-        lambda x: torch.from_numpy(x.detach().numpy()),
-        lambda x: x.add_(1),
-        lambda x: x.T,
-    ],
-)
-def test_to_all_else_it_is_the_whole(look):
-    assert torch.equal(look(LOGITS.clone()), look(in_pieces(LOGITS.clone())))
+def test_sums_in_half_precision_do_not_overflow_where_the_mean_does_not():
+    out, labels = torch.tensor([[-100.0, 100.0, -100.0]]).half().repeat(2000, 1), torch.zeros(2000, dtype=torch.long)
+    loss = F.cross_entropy(Pieces(out.split(1000)), labels)
+
+    assert (torch.float16, 200.0) == (loss.dtype, loss.item())
 
 
-def test_a_change_of_the_whole_is_seen_by_losses():
-    logits, pieces = LOGITS.clone(), in_pieces(LOGITS)
-    for x in (logits, pieces):
-        x.mul_(2)
-
-    assert torch.equal(F.mse_loss(logits, CHANCES), F.mse_loss(pieces, CHANCES))
-
-
-@pytest.mark.parametrize("watch", [torch.Tensor.retain_grad, lambda x: x.register_hook(print)])
-def test_gradients_that_went_to_the_pieces_are_not_missed_silently(watch):
-    pieces = in_pieces(LOGITS.clone().requires_grad_() * 1)
-    F.mse_loss(pieces, CHANCES)
-    with pytest.raises(parwrap.UsageError, match=r"on the outputs of a model comes after their loss was computed on the pieces that"):
-        watch(pieces)
+@pytest.mark.parametrize("watch", [torch.Tensor.retain_grad, lambda out: torch.autograd.grad(out.sum(), out)], ids=["retain_grad", "grad"])
+def test_gradients_of_outputs_whose_loss_was_computed_on_the_pieces_are_refused(watch):
+    with parwrap.data_parallel(TWO, gather=False):
+        out = nn.Linear(2, 1)(torch.ones(4, 2))
+        F.mse_loss(out, torch.ones(4, 1))
+        with pytest.raises(
+            parwrap.UsageError, match=r"test_pieces.py:\d+ calls .*grad on the outputs of a model after their loss was comp"
+        ):
+            watch(out)
 
 
-def test_a_copy_and_what_is_saved_is_a_plain_tensor(tmp_path):
-    torch.save(in_pieces(LOGITS), tmp_path / "outputs.pt")
+def test_gradients_of_outputs_are_there_if_they_are_gathered_first():
+    with parwrap.data_parallel(TWO, gather=False):
+        out = 1 * nn.Linear(2, 1)(torch.ones(4, 2))
+        (grad,) = torch.autograd.grad(F.mse_loss(out, torch.zeros(4, 1)), out)
 
-    assert torch.equal(LOGITS, torch.load(tmp_path / "outputs.pt"))
-    assert torch.equal(LOGITS, copy.deepcopy(in_pieces(LOGITS)))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_look_without_gradients_does_not_take_them_from_the_loss(mode):
-    leaf = LOGITS.clone().requires_grad_()
-    pieces = in_pieces(leaf * 1)
-    with mode():
-        assert torch.equal(LOGITS.argmax(1), pieces.argmax(1))
-    F.mse_loss(pieces, CHANCES).backward()
-
-    assert torch.allclose(2 * (LOGITS - CHANCES) / 21, leaf.grad)
+    assert torch.allclose(out / 2, grad)
 
 
-@torch.inference_mode()
-def test_in_inference_mode_too():
-    assert torch.equal(LOGITS.argmax(1), in_pieces(LOGITS * 1).argmax(1))
+class Masked(nn.Module):
+    """A mean over the labels that count, of the script's own."""
+
+    def forward(self, logits, labels):
+        counts = (labels >= 0).float()
+        return (F.cross_entropy(logits, labels.clamp(0), reduction="none") * counts).sum() / counts.sum()
 
 
-def test_gradients_of_the_whole_can_be_kept():
-    leaf = LOGITS.clone().requires_grad_()
-    pieces = in_pieces(leaf * 1)
-    pieces.retain_grad()
-    F.mse_loss(pieces, CHANCES).backward()
-
-    assert torch.allclose(leaf.grad, pieces.grad)
+def compiled_in_place():
+    criterion = nn.CrossEntropyLoss(ignore_index=-1)
+    criterion.compile(backend="eager")
+    return criterion
 
 
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-def hooked(x):
-    loss = torch.nn.MSELoss()
-    loss.register_full_backward_hook(lambda module, given, made: None)
-    return loss(x, CHANCES)
+CRITERIA = {
+    "own": Masked,
+    "torch's": lambda: nn.CrossEntropyLoss(ignore_index=-1),
+    "torch's, compiled": lambda: torch.compile(nn.CrossEntropyLoss(ignore_index=-1), backend="eager"),
+    "own, compiled": lambda: torch.compile(Masked(), backend="eager"),
+    "compiled in place": compiled_in_place,
+}
 
 
-@pytest.mark.parametrize(
-    "loss_of",
-    [
-        lambda x: F.mse_loss(Reverse.apply(x), CHANCES),
-        lambda x: F.mse_loss(x, CHANCES) + F.mse_loss(Reverse.apply(x), CHANCES),
-        lambda x: torch.utils.checkpoint.checkpoint(lambda y: y.exp().mean(), x, use_reentrant=True),
-        hooked,
-    ],
-    ids=["function", "function and loss", "reentrant checkpoint", "backward hook"],
-)
-def test_gradients_reach_it_from_autograd_functions(loss_of):
-    whole, parts = (LOGITS.clone().requires_grad_() for _ in range(2))
-    loss_of(whole * 1).backward()
-    loss_of(in_pieces(parts * 1)).backward()
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in pieces"])
+@pytest.mark.parametrize("make", CRITERIA.values(), ids=CRITERIA)
+def test_criteria_without_parameters_see_the_whole_batch(make, gather):
+    model, x, labels = nn.Linear(4, 3), torch.randn(7, 4), torch.tensor([0, 1, 2, -1, -1, 0, -1])
+    other = copy.deepcopy(model)
+    make()(model(x), labels).backward()
+    with parwrap.data_parallel(TWO, gather=gather):
+        make()(other(x), labels).backward()
 
-    assert torch.allclose(whole.grad, parts.grad, atol=1e-6)
-
-
-def test_gradients_go_through_it_where_it_was_made_inside_of_a_checkpoint():
-    leaf = LOGITS.clone().requires_grad_()
-    out = torch.utils.checkpoint.checkpoint(lambda x: in_pieces(x * 2), leaf, use_reentrant=True)
-    F.mse_loss(out, CHANCES).backward()
-
-    assert torch.allclose(4 * (2 * LOGITS - CHANCES) / 21, leaf.grad)
-
-
-def test_gradients_of_the_loss_for_it_are_asked_for_in_time():
-    pieces = in_pieces(LOGITS.clone().requires_grad_() * 1)
-    loss = F.mse_loss(pieces, CHANCES)
-    with pytest.raises(
-        parwrap.UsageError,
-        match=r"grad on the outputs of a model comes after their loss was computed .* for example with outputs = 1 \* out",
-    ):
-        torch.autograd.grad(loss, pieces)
-
-    outputs = 1 * in_pieces(LOGITS.clone().requires_grad_() * 1)
-    assert torch.allclose(2 * (LOGITS - CHANCES) / 21, torch.autograd.grad(F.mse_loss(outputs, CHANCES), outputs)[0])
+    assert torch.allclose(model.weight.grad, other.weight.grad, atol=1e-6)

@@ -1,10 +1,9 @@
-"""What parwrap needs of private names of torch's elastic launcher, of the driver and of nested values."""
+"""The private names of torch's elastic launcher, driver and compiler that parwrap uses."""
 
-import collections
+import importlib
 import multiprocessing
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from parwrap.torch_private import cuda, elastic, pytree
+from parwrap.torch_private import cuda, dynamo, elastic
 
 
 class OneNode(RendezvousHandler):
@@ -49,8 +48,8 @@ class OneNode(RendezvousHandler):
 
 
 @pytest.fixture(autouse=True)
-def _handlers_are_put_back():
-    """torch's agent sets its own and leaves them."""
+def _put_handlers_back():
+    """torch's agent sets handlers and leaves them."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(each) for each in handled]
     yield
@@ -96,7 +95,7 @@ def test_an_agent_goes_through_these_methods_and_counts_restarts(agent, monkeypa
     assert isinstance(elastic.agent_store(agent), HashStore)
 
 
-def test_an_agent_has_the_store_in_which_it_has_met(agent):
+def test_an_agent_has_the_store_of_its_rendezvous(agent):
     getattr(agent, elastic.RENDEZVOUS)(agent.get_worker_group())
     elastic.agent_store(agent).set("key", "value")
 
@@ -116,7 +115,7 @@ def test_a_context_has_processes_with_sentinels(tmp_path):
     context.close(signal.SIGTERM)
 
 
-def test_a_dynamic_rendezvous_knows_who_has_come():
+def test_a_dynamic_rendezvous_knows_the_nodes_that_have_arrived():
     parameters = RendezvousParameters("c10d", "localhost:0", "1", 1, 1, is_host=True, local_addr="localhost", store_type="tcp")
     backend, store = create_backend(parameters)
     handler = create_handler(store, backend, parameters)
@@ -135,6 +134,21 @@ def test_the_driver_is_asked_for_its_gpus(monkeypatch):
     assert 5 == cuda.driver_device_count()
 
 
+def test_the_compiler_is_a_module():
+    assert importlib.import_module(dynamo.DYNAMO).OptimizedModule is type(torch.compile(torch.nn.Identity(), backend="eager"))
+
+
+def plain(x):
+    return x + 1
+
+
+def test_the_compiler_takes_another_function_in_place_of_a_wrapped_one():
+    wrapped = type("Wrapped", (), {"__call__": lambda self, x: x - 1, **dynamo.inlined(plain)})()
+
+    assert 1 == wrapped(2)
+    assert plain is getattr(wrapped, dynamo.INLINE)
+
+
 def test_a_process_that_was_not_forked_is_in_no_bad_fork():
     assert not cuda.is_in_bad_fork()
 
@@ -147,22 +161,3 @@ def test_a_process_that_was_forked_after_cuda_has_started_is():
     child.join()
 
     assert 1 == child.exitcode
-
-
-Pair = collections.namedtuple("Pair", "one other")
-
-
-def test_nested_values_are_taken_apart_and_put_together():
-    values = {"a": [1, (torch.ones(1), None)], "b": Pair(2, "text")}
-    leaves, structure = pytree.tree_flatten(values)
-
-    assert [1, values["a"][1][0], None, 2, "text"] == leaves
-    assert leaves == pytree.tree_leaves(values)
-    assert values == pytree.tree_unflatten(leaves, structure)
-    assert [[1], (2,)] == pytree.tree_leaves([[1], (2,)], is_leaf=lambda value: value in ([1], (2,)))
-
-
-def test_leaves_of_one_type_are_exchanged():
-    values = {"a": [1, 2.0], "b": SimpleNamespace(c=3)}
-
-    assert {"a": [2, 2.0], "b": values["b"]} == pytree.tree_map_only(int, lambda number: number + 1, values)

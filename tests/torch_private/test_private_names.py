@@ -15,38 +15,13 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if ROOM not in path.parent
 
 OTHER_MODULES = {"argparse", "atexit", "functools", "logging", "np", "os", "random", "subprocess", "sys", "tempfile", "threading"}
 """Names by which files know modules that are not torch's."""
-OTHERS_NAMES = {
-    "api/launch.py": {"_options"},  # parwrap's own, of another file
-    "api/mixins.py": {"_make_skeleton_class"},  # cloudpickle
-    "data/evaluation/merging.py": {"_fields"},  # named tuples
-    "data/iterables.py": {"_distributed", "_epoch"},  # Hugging Face datasets
-    "data/lengths/padding.py": {"_fields"},
-    "data/lengths/trimming.py": {"_fields"},
-    "inline/forking.py": {"_pytest"},
-    "inline/launching.py": {"_popen"},  # multiprocessing
-    "inline/python_changes.py": {"_pytest"},
-    "intercept/dali.py": {
-        *("_DaliBaseIterator", "_OperatorInstance", "_b", "_init_pipeline_backend", "_internal_schema_name", "_max_batch_size"),
-        *("_operator_name", "_ops", "_pipes", "_process_arguments", "_schema_name", "_seed", "_spec"),
-    },
-    "intercept/disk.py": {"_FileOpeners", "_builtin_open", "_datasource"},  # numpy, bz2
-    "intercept/torchmetrics.py": {"_wrap_update"},
-    "launching/command/command_line.py": {"_option_string_actions"},  # argparse
-    "launching/command/job_launchers.py": {"_option_string_actions"},
-    "launching/command/plan.py": {"_option_string_actions"},
-    "launching/elastic/fork_server.py": {"_config", "_forkserver", "_forkserver_pid", "_resource_tracker", "_stop"},  # multiprocessing
-    "launching/jobs/job.py": {"_actions"},  # argparse
-    "patching/patch.py": {"_Traced"},  # parwrap's own
-    "rank_zero/open_files.py": {"_blksize"},  # io
-    "strategies/parameter_server/roles.py": {"_ends"},  # parwrap's own, of another file
-    "system/progress_bars.py": {"_instances"},  # tqdm
-    "system/structures.py": {"_fields"},
-    "testing/plugin.py": {"_fixtureinfo", "_pytest", "_use_item_location"},
-    "testing/builtin_fixtures.py": {"_finalize", "_ispytest", "_pytest", "_start"},
-    "testing/rank_launcher.py": {"_end_with_pytest", "_pytest"},
-    "testing/rank_process.py": {"_io", "_pytest"},
+OTHERS = {
+    *("_DummyThread", "_FileOpeners", "_PathGlobber", "_StringGlobber", "_Traced", "_actions", "_blksize", "_builtin_open", "_config"),
+    *("_current_frames", "_datasource", "_distributed", "_end_with_pytest", "_ends", "_epoch", "_fields", "_finalize", "_fixtureinfo"),
+    *("_forkserver", "_forkserver_pid", "_instances", "_io", "_ispytest", "_normal_accessor", "_option_string_actions", "_options"),
+    *("_popen", "_pytest", "_resource_tracker", "_start", "_stop", "_use_item_location", "_wrap_update"),
 }
-"""What other libraries keep to themselves, by the files of parwrap that use it."""
+"""Private names of other libraries, and parwrap's own of other files."""
 
 
 def private(*paths):
@@ -119,14 +94,10 @@ def torchs_names(source, others=frozenset()):
     return sorted(found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_other_file_uses_a_private_name_of_torch(path):
-    assert [] == torchs_names(path.read_text(), OTHERS_NAMES.get(str(path.relative_to(PACKAGE)), frozenset()))
+def test_no_other_file_uses_a_private_name_of_torch():
+    found = {str(path.relative_to(PACKAGE)): torchs_names(path.read_text(), OTHERS) for path in FILES}
 
-
-def test_no_exception_is_left_over():
-    for name, others in OTHERS_NAMES.items():
-        assert others == others & {*torchs_names((PACKAGE / name).read_text())}, name
+    assert {} == {name: names for name, names in found.items() if names}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +134,7 @@ def test_a_private_name_of_torch_is_found(source, names):
         "raise UsageError('torch._C is not for you')",
     ],
 )
-def test_what_is_parwraps_own_or_other_libraries_is_not(source):
+def test_private_names_of_parwrap_and_other_libraries_are_not_found(source):
     assert [] == torchs_names(source)
 
 

@@ -1,1 +1,0 @@
-"""Ranks that a call starts: ``parwrap.launch``, ``@distributed(nprocs=...)`` and notebooks."""

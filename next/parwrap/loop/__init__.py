@@ -1,1 +1,0 @@
-"""What the running training loop has done: its passes, draws, optimizers, losses and modules."""

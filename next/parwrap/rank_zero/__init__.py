@@ -1,1 +1,0 @@
-"""Rank 0 speaks and writes; the other ranks are silent, and write to scratch (contract, rule 8)."""

@@ -1,1 +1,0 @@
-"""Batches of similar length on all ranks: bucketing, padding and trimming. Start with ``uniform_length.py``."""

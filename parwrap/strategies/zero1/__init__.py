@@ -1,1 +1,0 @@
-"""ZeRO stage 1: each rank holds a part of the optimizer's state. Start with ``zero1.py``."""
