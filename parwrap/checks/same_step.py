@@ -187,7 +187,7 @@ class SameStep:
         if isinstance(means, list):
             self._compare(numbers, means, place, training)
         else:
-            if loss is not None and not self._work.done:
+            if loss is not None and self._watches_work(training, place):
                 means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
             event = torch.cuda.Event()
             copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
@@ -223,8 +223,12 @@ class SameStep:
         self.grows = means[Entry.GROWS] > 0
         if means[Entry.INTERRUPTED] > 0:
             self._interrupts.release()
-        if not self._work.done:
-            self._work.compare(mine[Entry.LOSS], means[Entry.LOSS])
+        if self._watches_work(training, place):
+            self._work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
+
+    def _watches_work(self, training: Pass | None, place: Place) -> bool:
+        """Whether ranks may do the same work at ``place``: not on shares, where gathered features give equal losses, nor on own draws."""
+        return not self._passes.draws_own and (training is None or not training.shared) and self._work.watches(place)
 
     def _refuse(self, differ: list[int], place: Place) -> None:
         if differ[0] in (Entry.SET, Entry.STEP):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parwrap.places import Place
+
 __all__ = ["SameWork"]
 
 STEPS = 3
@@ -13,33 +15,34 @@ TOLERANCE = 1e-6
 
 
 class SameWork:
-    """Compares this rank's loss with the mean over the ranks in the first steps.
+    """Compares this rank's loss with the mean over the ranks in the first steps of each line that calls ``backward``.
 
     Args:
         say: prints a line on rank 0.
 
-    Attributes:
-        done: whether enough steps were compared.
-
     >>> work = SameWork(print)
     >>> for loss in (0.5, 0.25, 0.125):
-    ...     work.compare(loss, loss)
-    all ranks compute the same losses: each does the whole work, which is right but no faster than one process. parwrap.shard(loader) ...
+    ...     work.compare(Place("train.py", 9), loss, loss)
+    all ranks compute the same losses at train.py:9: each does the whole work, which is right but no faster than one process. ...
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._compared = self._equal = 0
-        self.done = False
+        self._seen: dict[Place, list[bool]] = {}
+        self._said = False
 
-    def compare(self, loss: float, mean: float) -> None:
-        """Compare the losses of a step."""
-        self._compared += 1
-        self.done = self._compared == STEPS
-        self._equal += loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean)
-        if self._equal == STEPS:
+    def watches(self, place: Place) -> bool:
+        """Whether losses at the line ``place`` are still compared."""
+        return not self._said and len(self._seen.get(place, ())) < STEPS
+
+    def compare(self, place: Place, loss: float, mean: float) -> None:
+        """Compare the losses of a step at the line ``place``."""
+        seen = self._seen.setdefault(place, [])
+        seen.append(loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean))
+        if len(seen) == STEPS and all(seen):
+            self._said = True
             self._say(
-                "all ranks compute the same losses: each does the whole work, which is right but no faster than one process. "
+                f"all ranks compute the same losses at {place}: each does the whole work, which is right but no faster than one process. "
                 'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives it random batches of '
                 "its own, in a loop that draws its batches by hand"
             )

@@ -58,6 +58,7 @@ class Optimizers(Interceptor):
         self._stepped: list[weakref.ref[Optimizer]] = []
         self._stepped_in_pass: list[weakref.ref[Optimizer]] = []
         self._in_eval: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._put_in_train: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
         self.were_built = False
@@ -143,6 +144,7 @@ class Optimizers(Interceptor):
         """A training pass has ended."""
         if self._stepped_in_pass:
             self._stepped, self._stepped_in_pass = self._stepped_in_pass, []
+            self._put_in_train.clear()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         if is_alone():  # what one rank does to a model must not change what the next pass is on that rank
@@ -151,13 +153,19 @@ class Optimizers(Interceptor):
         for p in module.parameters():
             if training:
                 self._in_eval.pop(p, None)
+                self._put_in_train[p] = None
             else:
                 self._in_eval[p] = place
+                self._put_in_train.pop(p, None)
 
     def evaluate(self) -> bool:
         """Whether the models of the optimizers at work are in eval mode: those built since the last step, else those that stepped in the
-        last training pass."""
-        at_work = _alive(self._built_since_step) or _alive(self._stepped) or self.all()
+        last training pass or whose models were put in train mode since."""
+        at_work = _alive(self._built_since_step)
+        if not at_work:
+            put = self._put_in_train
+            at_work = [*_alive(self._stepped), *(each for each in self.all() if put and any(p in put for p in parameters_of(each)))]
+        at_work = at_work or self.all()
         return evaluates(at_work, lambda p: p in self._in_eval)
 
     def eval_place(self) -> Place | None:

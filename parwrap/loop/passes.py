@@ -57,8 +57,9 @@ class Pass:
         data: digits of a hash of what all ranks must read alike, which travel with its first backward.
         weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
         backwards: the number of backwards since it began.
-        backwards_before: the number of all backwards when it began.
+        trained_before: the number of all backwards and steps when it began.
         drawn: the number of batches drawn.
+        drawn_after: the number of all backwards when it drew its last batch.
         samples: the number of samples in them.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
         exhausted: whether it was read to its end.
@@ -76,8 +77,9 @@ class Pass:
     data: tuple[int, ...] = ()
     weights: deque[float] | None = None
     backwards: int = 0
-    backwards_before: int = 0
+    trained_before: int = 0
     drawn: int = 0
+    drawn_after: int = 0
     samples: int = 0
     whole: int | None = None
     exhausted: bool = False
@@ -124,6 +126,11 @@ class Passes:
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws, self._unsent = 0, False
         self.batches = self.backwards = 0
+
+    @property
+    def draws_own(self) -> bool:
+        """Whether each rank draws its own from the first backward on."""
+        return self._draws == "per_rank"
 
     @property
     def training(self) -> Pass | None:
@@ -185,7 +192,7 @@ class Passes:
         """Let the loop draw: on this rank's own streams of torch and numpy while a training pass is open, else on the shared ones."""
         if self._same_draws:
             own = random_streams.NONE
-        elif self._draws == "per_rank" and self.backwards:
+        elif self.draws_own and self.backwards:
             own = random_streams.ALL
         else:
             own = random_streams.TRAINING if self.training else random_streams.NONE
@@ -199,6 +206,7 @@ class Passes:
     def drew(self, training: Pass, samples: int) -> None:
         """``training`` has drawn a batch."""
         training.drew(samples)
+        training.drawn_after = self.backwards
         self.batches += 1
 
     def ran_backward(self) -> None:
@@ -224,23 +232,25 @@ class Passes:
     def batch(self, sizes: Callable[[], Iterable[int]]) -> Batch:
         """The batch that a backward trains on, for its weight.
 
-        It is the one drawn last, also by a pass that has ended since. If the loop draws ahead and the weights differ, the size of the
-        batch decides.
+        It is the one drawn last, also by a pass that has ended since. If the loop draws ahead, or several loaders, and weights differ, the
+        size of the batch decides.
 
         Args:
             sizes: a function that returns the sizes of the first dimensions in the graph of the loss.
 
         Raises:
-            UsageError: several batches have that size.
+            UsageError: several batches have such sizes.
         """
         training = self.training or self._last_training
         if training is None or not training.in_flight:
             return Batch(0, 1.0)
+        newest = training.in_flight[-1]
+        others = [each for each in self._open if each.trains and each is not training and each.in_flight]
+        if others and len({newest.weight, *(each.in_flight[-1].weight for each in others)}) > 1:
+            return self._batch_of_loaders(training, others, set(sizes()))
         batches = list(training.in_flight)
-        if not training.ahead:
-            return batches[-1]
-        if len({batch.weight for batch in batches}) == 1:
-            return batches[-1]
+        if not training.ahead or len({batch.weight for batch in batches}) == 1:
+            return newest
         seen = set(sizes())
         found = {batch for batch in batches if batch.samples in seen}
         if len(found) == 1:
@@ -250,4 +260,21 @@ class Passes:
             f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot tell which of "
             "them this loss belongs to. Call backward before the next batch is drawn, or "
             "choose a batch size that divides the dataset and the number of ranks."
+        )
+
+    def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:
+        """The batch of ``training`` or of ``others``, whose weights differ, that the sizes ``seen`` in the graph show."""
+        newest = training.in_flight[-1]
+        shown = [each for each in others if each.in_flight[-1].samples in seen - {newest.samples}]
+        if not shown:
+            return newest
+        if newest.samples not in seen:
+            return shown[-1].in_flight[-1]
+        if all(each.drawn_after < self.backwards for each in shown):  # a size by accident: they were trained on before
+            return newest
+        passes = [*shown, training]
+        raise UsageError(
+            f"{script_place()} trains on batches of the loaders at {' and '.join(str(each.place) for each in passes)} together, of which "
+            f"this rank has parts of different weights ({', '.join(str(each.in_flight[-1].samples) for each in passes)} samples), so that "
+            "no factor is right for their sum. Call backward for the loss of each, or choose batch sizes that the number of ranks divides."
         )

@@ -178,8 +178,7 @@ class DDP(Strategy):
         self._weights.end()
 
     def close(self) -> None:
-        self._sites.unwatch()
-        self._sites.moved()
+        self._sites.close()
         self._buffers.close()
 
 

@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.checks.same_weights import checksums, take_rank_zeros
 from parwrap.errors import RankMismatchError
@@ -74,6 +75,7 @@ class Sites:
         self._sites: dict[tuple[int, ...], Site] = {}
         self._averagers: dict[tuple[int, ...], GradientAverager] = {}
         self._hooks: list[Any] = []
+        self._bare: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._running: GradientAverager | None = None
         self._met = 0
         self.arrived: list[torch.Tensor] = []
@@ -137,6 +139,7 @@ class Sites:
         ]
         others = [leaf for leaf in leaves if id(leaf) not in owners and not optimizers.of_batch(leaf)]
         if optimizers.were_built:
+            self._note_bare(leaf for leaf in others if not isinstance(leaf, nn.Parameter))
             others = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
         found = {id(p): p for p in (*(p for p in owned if p.requires_grad), *others) if p.is_floating_point() or p.is_complex()}
         return list(found.values()), tuple(p for p in owned if not p.requires_grad)
@@ -170,6 +173,27 @@ class Sites:
 
     # parameters in no set
 
+    def _note_bare(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Name those of ``leaves`` that are trained by hand: changed since, and reached again after a step in another batch."""
+        loop, place = self._loop, script_place()
+        batch, steps = loop.passes.batches, loop.optimizers.steps
+
+        def arrived(leaf: torch.Tensor) -> None:
+            if steps == loop.optimizers.steps or (batch == loop.passes.batches and loop.passes.training):
+                return
+            before, handle = self._bare[leaf]
+            handle.remove()
+            if not torch.equal(before, checksums([leaf])):
+                warn(
+                    f"parwrap: the backward at {place} does not average the gradient of a tensor of shape {tuple(leaf.shape)} that the "
+                    "script changes by hand, because it is no nn.Parameter and no optimizer has it. Each rank trains its own. "
+                    "nn.Parameter(tensor) is averaged."
+                )
+
+        for leaf in leaves:
+            if leaf not in self._bare:
+                self._bare[leaf] = checksums([leaf]), leaf.register_post_accumulate_grad_hook(arrived)
+
     def _watch(self) -> None:
         """Note gradients of parameters that an optimizer owns and no set has, such as those of a loss that joins in a later epoch."""
         self.unwatch()
@@ -185,10 +209,17 @@ class Sites:
             self.arrived.append(parameter)
 
     def unwatch(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks of :meth:`_watch`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def close(self) -> None:
+        """Remove all hooks, and drop all sets."""
+        self.unwatch()
+        for _, hook in self._bare.values():
+            hook.remove()
+        self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
         """Add the optimizers of parameters that got a gradient outside of every set, and average these gradients now."""
@@ -243,8 +274,8 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
         differ = most != -least and not take_rank_zeros(group, parameters)
     if differ:
         warn(
-            f"parwrap: the weights of the ranks differ at the first {at}, so rank 0's are used on all. Build the model where all "
-            "ranks draw the same: outside of training passes, after the same draws."
+            f"parwrap: the weights of the ranks differ at their first {at}, so rank 0's are used on all. Build the model where all "
+            "ranks draw the same: outside of training passes, or inside `with parwrap.same_draws():`."
         )
     return anywhere
 

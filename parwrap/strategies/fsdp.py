@@ -98,8 +98,7 @@ class FSDP(DDP):
         infers = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):
             self._make_alike(module, {name: p for name, p in parameters.items() if not is_sharded(p)})
-            self._sites.unwatch()
-            self._sites.moved()
+            self._sites.close()
             inside = [unit for unit in units(module, self._loop.options().wrap) if unit not in self._inner]
             whole = unsharded(module, inside, device)
             model = ShardedModel(module, inside, whole, self._mesh_of(device), self._loop.same_step.sends, self._tensors.whole)

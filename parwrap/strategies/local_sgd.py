@@ -170,8 +170,7 @@ class LocalSGD(DDP):
         self._taken[first] = self._taken.get(first, 0) + 1
         if self._taken[first] >= self._loop.options().warmup:
             self._warming, self._weights.owned_only = False, True
-            self._sites.unwatch()
-            self._sites.moved()
+            self._sites.close()
 
     # averages
 

@@ -179,15 +179,32 @@ def test_ranks_that_compute_the_same_are_told_so_once(capfd):
             model(x).square().mean().backward()
             optimizer.step()
 
+    line = f"test_weights_and_work.py:{run.__wrapped__.__code__.co_firstlineno + 7}"
     run()
     said = capfd.readouterr().err.splitlines()
     expected = [
-        "parwrap: all ranks compute the same losses: each does the whole work, which is right but no faster than one process. "
+        f"parwrap: all ranks compute the same losses at {line}: each does the whole work, which is right but no faster than one process. "
         'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives it random batches of its '
         "own, in a loop that draws its batches by hand"
     ]
 
     assert (expected if parwrap.rank() == 0 else []) == said
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_over_gathered_features_is_equal_on_all_ranks_and_no_same_work(capfd):
+    @parwrap.distributed
+    def run():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for (x,) in DataLoader(data(), batch_size=2):
+            optimizer.zero_grad()
+            parwrap.gather_with_grad(model(x)).square().mean().backward()
+            optimizer.step()
+
+    run()
+
+    assert "same losses" not in capfd.readouterr().err
 
 
 @pytest.mark.ranks(2)
@@ -203,7 +220,7 @@ def test_weights_that_differ_at_the_first_backward_are_rank_zeros():
         model(x).square().mean().backward()
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="the weights of the ranks differ at the first backward, so rank 0's are used on all"):
+    with pytest.warns(UserWarning, match="the weights of the ranks differ at their first backward, so rank 0's are used on all"):
         run()
 
     assert [1.0] * 4 == model.weight.flatten().tolist()

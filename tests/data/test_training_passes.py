@@ -399,6 +399,35 @@ def read_at_one_line(loader):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_pass_in_which_an_optimizer_steps_has_trained_whoever_made_the_gradients():
+    with parwrap.distributed():
+        training, seen = Training(), []
+        for _ in range(2):
+            for batch in in_order():
+                for p in training.model.parameters():
+                    p.grad = parwrap.reduce_mean(torch.full_like(p, float(batch.sum())))
+                training.optimizer.step()
+                seen += batch.tolist()
+
+    assert share() * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_put_in_train_mode_for_the_second_phase_trains_though_the_first_is_in_eval_mode():
+    with parwrap.distributed():
+        first, second, loader = Training(), Training(), in_order()
+        seen = [first.train(loader)]
+        first.model.eval()
+        second.model.train()
+        seen.append(second.train(loader))
+        second.model.eval()
+        seen.append(read(loader))
+
+    assert [share(), share(), WHOLE] == seen
+
+
+@pytest.mark.ranks(2)
 def test_it_gives_its_epoch_number_back():
     with parwrap.distributed(seed=3):
         training, loader = Training(), DataLoader(range(12), batch_size=2, shuffle=True)
@@ -780,3 +809,21 @@ def test_datasets_of_tensors():
         seen = [training.train(DataLoader(each, batch_size=2)) for each in datasets]
 
     assert [share()] * 4 == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_generator_that_delegates_to_a_loader_can_be_closed():
+    def endless(loader):
+        while True:
+            yield from loader
+
+    with parwrap.distributed():
+        training = Training()
+        batches = endless(in_order())
+        seen = []
+        for _ in range(3):
+            training.step()
+            seen += samples(next(batches))
+        batches.close()
+
+    assert (share() * 2)[:6] == seen

@@ -108,3 +108,35 @@ def test_a_loss_counts_by_the_batch_in_its_backward(loop):
             actual = loop(samples, times)
 
         assert expected == pytest.approx(actual, abs=1e-12), samples
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def two_loaders(together):
+    """As in semi-supervised training: a loss of each loader's batch; 7 and 12 samples divide differently over 2 ranks."""
+    trained = Trained()
+    labelled, unlabelled = DataLoader(numbers(28), batch_size=7), endless(DataLoader(numbers(24), batch_size=12))
+    for (x, y), (other, _) in zip(labelled, unlabelled, strict=False):
+        trained.optimizer.zero_grad()
+        loss, penalty = nn.functional.mse_loss(trained.model(x), y), trained.model(other).square().mean()
+        if together:
+            (loss + penalty).backward()
+        else:
+            loss.backward()
+            penalty.backward()
+        trained.optimizer.step()
+    unlabelled.close()
+    return trained.weights
+
+
+@pytest.mark.ranks(2)
+def test_the_losses_of_two_loaders_count_by_their_batches_each_in_its_backward():
+    expected = two_loaders(together=True)
+
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(two_loaders(together=False), abs=1e-12)
+    with pytest.raises(parwrap.UsageError, match=r"loaders at .* together, .* Call backward for the loss of each"):
+        parwrap.distributed(batch="global")(two_loaders)(together=True)

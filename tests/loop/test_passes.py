@@ -184,6 +184,22 @@ def test_a_batch_that_no_size_tells_is_refused(streams, seen):
         passes.batch(lambda: seen)
 
 
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [({4, 7}, 1.2), ({6, 7}, 1.0), (set(), 1.0), ({4, 6}, r"loaders at train.py:3 and train.py:3 together.*\(4, 6 samples\)")],
+)
+def test_of_batches_of_two_loaders_the_one_that_the_graph_shows_counts(streams, seen, expected):
+    passes = Passes(streams)
+    drawn(passes, opened(passes, weights=[1.2]), 4)
+    drawn(passes, opened(passes, weights=[1.0]), 6)
+
+    if isinstance(expected, float):
+        assert expected == passes.batch(lambda: seen).weight
+    else:
+        with pytest.raises(UsageError, match=expected):
+            passes.batch(lambda: seen)
+
+
 def test_torchs_stream_is_where_it_was(streams):
     torch.manual_seed(0)
     expected = torch.rand(2)

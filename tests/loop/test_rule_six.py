@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
@@ -192,17 +194,40 @@ def test_latents_with_an_optimizer_that_are_kept_for_a_later_batch_are_an_error(
         train()
 
 
+NOT_AVERAGED = r"does not average the gradient of a tensor of shape \(2, 1\) .* nn\.Parameter\(tensor\) is averaged"
+
+
 @pytest.mark.ranks(2)
-def test_a_bare_tensor_that_no_optimizer_has_is_this_ranks_as_in_ddp():
-    """As in free adversarial training, which keeps a perturbation and changes it by hand."""
-    with parwrap.distributed():
+@pytest.mark.parametrize("make", [torch.Tensor.requires_grad_, nn.Parameter])
+def test_a_bare_tensor_that_is_trained_by_hand_is_this_ranks_as_in_ddp_which_is_said_once(make):
+    """As in free adversarial training, which keeps a perturbation and changes it by hand. A parameter is averaged."""
+    with parwrap.distributed(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         model, optimizer = made()
-        delta = torch.zeros(2, 1, requires_grad=True)
+        delta = make(torch.zeros(2, 1))
         for _ in range(2):
             for x, y in loader():
                 step(model, optimizer, x + delta, y)
                 with torch.no_grad():
-                    delta += 0.1 * delta.grad.sign()
+                    delta += 0.1 * delta.grad
                 delta.grad = None
+        deltas, is_averaged = parwrap.gather(delta.tolist()), make is nn.Parameter
 
         assert same(model)
+    assert (deltas[0] == deltas[1]) is is_averaged
+    assert (0 if is_averaged else 1) == sum(bool(re.search(NOT_AVERAGED, str(each.message))) for each in said)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_bare_tensors_that_are_not_trained_or_belong_to_a_batch_are_not_named():
+    with parwrap.distributed():
+        model, optimizer = made()
+        points, kept = torch.ones(2, 1, requires_grad=True), []
+        for x, y in loader():
+            latents = torch.zeros_like(x).requires_grad_()
+            kept.append(latents)
+            for _ in range(3):
+                step(model, optimizer, x + latents + points, y)
+                with torch.no_grad():
+                    latents -= 0.1 * latents.grad

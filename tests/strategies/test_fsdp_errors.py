@@ -101,7 +101,7 @@ def test_models_that_differ_are_named():
     sharded = parwrap.distributed(strategy="fsdp")(train)
     with pytest.raises(UsageError, match=r"a hook on weight of a Linear would never see a gradient"):
         sharded(hooked)
-    with pytest.warns(UserWarning, match="the weights of the ranks differ at the first forward, so rank 0's are used on all"):
+    with pytest.warns(UserWarning, match="the weights of the ranks differ at their first forward, so rank 0's are used on all"):
         assert 0 == sharded(alike)[0].weight.sum().item()
     with pytest.raises(RankMismatchError, match=r"different parameters of a Linear at .*'weight', \(2, 2\).* and .*'weight', \(3, 2\)"):
         sharded(other)

@@ -313,7 +313,7 @@ def test_models_that_were_built_differently_become_rank_0_s_with_a_warning():
 
     del optimizer
     assert [[0.0, 0.0]] == model.weight.tolist()
-    assert 1 == sum("the weights of the ranks differ at the first backward" in str(each.message) for each in caught)
+    assert 1 == sum("the weights of the ranks differ at their first backward" in str(each.message) for each in caught)
 
 
 @pytest.mark.ranks(2)

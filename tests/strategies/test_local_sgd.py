@@ -418,7 +418,7 @@ def test_weights_that_differ_at_the_first_step_are_rank_zeros_with_a_warning():
         optimizer.step()
         return weight.item()
 
-    with pytest.warns(UserWarning, match="the weights of the ranks differ at the first step, so rank 0's are used on all"):
+    with pytest.warns(UserWarning, match="the weights of the ranks differ at their first step, so rank 0's are used on all"):
         assert 3.0 == local(every=2)(different)()
 
 
