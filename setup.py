@@ -45,6 +45,8 @@ setup(
         "notebook": ["cloudpickle"],
         "kubeflow": ["PyYAML"],
         "ray": ["ray[train]>=2.60"],
+        "dali": ["nvidia-dali-cuda120>=2.4"],
+        "streams": ["datasets", "webdataset"],
         "trackers": ["wandb", "mlflow-skinny"],
         "examples": ["scikit-learn"],
         "bench": ["accelerate", "lightning-fabric"],

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from parwrap.decorators.batch_losses import gather_with_grad, mean_over_ranks
     from parwrap.decorators.distributed import no_sync, same_draws
     from parwrap.decorators.launch import launch
-    from parwrap.decorators.mixins import AccumulateMixin, AmpMixin, DistributedMixin
+    from parwrap.decorators.mixins import (
+        AccumulateMixin,
+        AmpMixin,
+        DistributedMixin,
+        EvaluateMixin,
+        SyncBNMixin,
+        UniformLengthMixin,
+    )
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.options import Options as _Options
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
@@ -54,7 +61,7 @@ _HOMES = {
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.evaluate": ("evaluate",),
     "parwrap.decorators.launch": ("launch",),
-    "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin"),
+    "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
     "parwrap.decorators.hogwild": ("hogwild",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
@@ -69,12 +76,15 @@ __all__ = [
     "AccumulateMixin",
     "AmpMixin",
     "DistributedMixin",
+    "EvaluateMixin",
     "LaunchError",
     "LockstepError",
     "ParwrapError",
     "RankMismatchError",
     "RankZeroError",
+    "SyncBNMixin",
     "UniformLengthBatchSampler",
+    "UniformLengthMixin",
     "UsageError",
     "accumulate",
     "all_ranks",

@@ -47,9 +47,7 @@ def data_digits(loader: DataLoader, held: Held, seed: int, epoch: int) -> tuple[
     shape = f"{_length(dataset)} {loader.batch_size} {loader.drop_last} {type(batches).__name__} {type(sampler).__name__}"
     tensors = (value for _, value in sorted(_attributes(sampler).items()) if isinstance(value, torch.Tensor) and value is not dataset)
     weights = [_numbers_hash(value) for value in tensors]
-    order = crc32(f"{held.order} {seed} {epoch} {weights}".encode())
-    numbers = crc32(shape.encode()), order, held.numbers, held.texts
-    return tuple(digit for number in numbers for digit in (number % 251, number // 251 % 251))
+    return held.digits(shape, f"{seed} {epoch} {weights}")
 
 
 def held_by(loader: DataLoader) -> Held:
@@ -104,6 +102,11 @@ class Held:
 
     def __init__(self) -> None:
         self.order = self.numbers = self.texts = 0
+
+    def digits(self, shape: str, order: str = "") -> tuple[int, ...]:
+        """Digits of what is held and of a description of its shape and order, as :func:`data_digits` has them."""
+        numbers = crc32(shape.encode()), crc32(f"{self.order} {order}".encode()), self.numbers, self.texts
+        return tuple(digit for number in numbers for digit in (number % 251, number // 251 % 251))
 
     def add(self, value: Any, depth: int = 4) -> None:
         """Add a dataset, or something that it holds."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,15 +44,15 @@ from parwrap.data.samplers import (
     shuffles,
 )
 from parwrap.data.stateful import Reading, forwarded_states, take_state
-from parwrap.data.streams import Part, part_of_stream
+from parwrap.data.streams import CollatePart, EndsTogether, Part, part_of_stream, was_split
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
 from parwrap.options import Options
-from parwrap.places import Place, script_place, warn
-from parwrap.ranks.group import Group, is_alone
+from parwrap.places import Place, is_ours, script_place, warn
+from parwrap.ranks.group import Group, is_alone, is_reading_stream
 from parwrap.torch_private.dataloader import kept_iterator
 
 __all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share", "trains"]
@@ -192,7 +193,7 @@ class Loaders(Interceptor):
         begins: Callable[[bool], None],
         say: Callable[[str], None],
     ) -> None:
-        self._rank, self._size = group.world.rank, group.world.size
+        self._group, self._rank, self._size = group, group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
         self._thread = threading.get_ident()
         self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
@@ -237,8 +238,8 @@ class Loaders(Interceptor):
             self._begin_share(iteration, loader, known, opened)
         else:
             opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
-            with self._drawing(random_streams.NONE), _seeding_workers(loader, iteration.workers_seed):
-                iteration.batches = iteration.original(loader)
+            may_end_apart = training and isinstance(loader.dataset, IterableDataset)
+            self._read(iteration, loader, opened, iteration.workers_seed, may_end_apart)
             reads_own = training and self._reads_by_python(loader)
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
         opened.trained_before, opened.whole = self._trained(), _samples(loader)
@@ -263,21 +264,38 @@ class Loaders(Interceptor):
         with self._drawing(random_streams.NONE):
             seed = self._seed(loader, known)
             share, opened.weights = self._share(loader, known, seed)
-            own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank  # workers of a stream draw alike on all ranks
-            workers_seed = None if iteration.workers_seed is None else iteration.workers_seed + own
             known.held = held_by(loader) if known.held is None else known.held
             opened.data = data_digits(loader, known.held, seed, known.epoch)
             self._check_length(loader, known, opened)
-            with _seeding_workers(share, workers_seed):
-                iteration.batches = iteration.original(share)
+        split = was_split(share.dataset)
+        dealt = isinstance(loader.dataset, IterableDataset) and not split
+        workers_seed = iteration.workers_seed
+        if workers_seed is not None and not dealt:  # workers of a stream that is dealt draw alike on all ranks
+            workers_seed += self._rank
+        self._read(iteration, share, opened, workers_seed, may_end_apart=split)
         take_state(loader)
         if loader.persistent_workers or hasattr(loader, "state_dict"):
             known.copy = share
         known.epoch += 1
-        if isinstance(loader.dataset, IterableDataset):
+        if dealt:
             iteration.reading = random_streams.NONE
         else:
             iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
+
+    def _read(self, iteration: _Iteration, loader: DataLoader, opened: Pass, workers_seed: int | None, may_end_apart: bool) -> None:
+        """Begin to read ``loader``; in a stream whose parts may differ in length, all ranks end together."""
+
+        def begin() -> Iterator:
+            with self._drawing(random_streams.NONE), _seeding_workers(loader, workers_seed):
+                return iteration.original(loader)
+
+        options = self._options()
+        steps_together = options.strategy != "hogwild" and not (options.strategy == "parameter_server" and options.staleness is None)
+        if not (may_end_apart and steps_together and self.in_loop()):
+            iteration.batches = begin()
+            return
+        iteration.batches = EndsTogether(begin, self._group, options.uneven)
+        opened.weights = deque() if options.uneven == "join" else None
 
     def go_on(self, iteration: _Iteration) -> None:
         """Open the pass of ``iteration``, which begins, or is read on after another pass over its loader has ended it."""
@@ -349,6 +367,9 @@ class Loaders(Interceptor):
     def _note_collection(self, phase: str, info: dict[str, int]) -> None:
         self._collector = threading.get_ident() if phase == "start" else None
 
+    def hides_group(self, frame: FrameType) -> bool:
+        return is_reading_stream() and not is_ours(frame.f_code.co_filename)
+
     # what a rank reads
 
     def _share(self, loader: DataLoader, known: _Known, seed: int) -> tuple[DataLoader, deque[float] | None]:
@@ -358,7 +379,7 @@ class Loaders(Interceptor):
             return self._continued(known.copy, known.epoch)
         if isinstance(loader.dataset, IterableDataset):
             share = copied_with(loader, **part_of_stream(loader, rank, size, options))
-            return share, deque() if isinstance(getattr(share.collate_fn, "size", None), int) else None
+            return share, deque() if _yields_parts(share) else None
         sampler = _sampler(loader)
         if divides_itself(sampler, rank, size):
             self._refuse_global(loader, sampler)
@@ -409,7 +430,7 @@ class Loaders(Interceptor):
         sampler = getattr(share.batch_sampler, "sampler", share.sampler)
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
-        return share, getattr(share.batch_sampler, "weights", None)
+        return share, deque() if _yields_parts(share) else getattr(share.batch_sampler, "weights", None)
 
     def _workers_seed(self, loader: DataLoader) -> int | None:
         """The seed of workers, drawn as torch draws it when an iterator is made; workers that persist keep theirs."""
@@ -637,6 +658,10 @@ class _SharedDraws:
 
     def __len__(self) -> int:
         return len(self._indices)
+
+
+def _yields_parts(share: DataLoader) -> bool:
+    return type(share.collate_fn) is CollatePart
 
 
 def _sampler(loader: DataLoader) -> Any:

@@ -1,24 +1,66 @@
 """This rank's share of an ``IterableDataset``: every rank reads the whole stream and takes its own samples (contract, rule 2).
 
-So all ranks must draw alike while they read, in workers too. A dataset that divides itself by rank would be divided twice: that is an
-error, which ``parwrap.replicate(loader)`` avoids.
+So all ranks must draw alike while they read, in workers too. A stream that divides itself by workers is read whole by the workers of each
+rank. One that divides itself by ranks would be divided twice, so it sees one process. Streams of Hugging Face's ``datasets`` are divided by
+their library instead; such parts, and those of a replicated stream, may differ in length, and :class:`EndsTogether` ends them together.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from parwrap.data.samplers import DealtBatches, block
+from parwrap.data.samplers import DealtBatches, block, samples_in
+from parwrap.errors import UsageError
 from parwrap.options import Options
-from parwrap.ranks.group import reading_stream
+from parwrap.places import script_place
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import Group, reading_stream
 
-__all__ = ["Part", "part_of_stream"]
+__all__ = ["CollatePart", "EndsTogether", "Part", "part_of_stream", "was_split"]
+
+NOTHING = object()
 
 
-class Dealt(IterableDataset):
+class _OfOneProcess(IterableDataset):
+    """``dataset``, whose code sees a single process: parwrap divides what it yields."""
+
+    def __init__(self, dataset: IterableDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        with _without_ranks():
+            samples = iter(self.dataset)
+        while True:
+            with _without_ranks():
+                sample = next(samples, NOTHING)
+            if sample is NOTHING:
+                return
+            yield sample
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)  # a stateful loader asks for its state
+
+
+@contextmanager
+def _without_ranks() -> Iterator[None]:
+    """Inside the block, environment and process group are those of a single process; asking parwrap for the rank is an error."""
+    kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    try:
+        with reading_stream():
+            yield
+    finally:
+        os.environ.update(kept)
+
+
+class Dealt(_OfOneProcess):
     """Every ``size``-th sample of ``dataset``; all ranks get the same number.
 
     Args:
@@ -35,32 +77,15 @@ class Dealt(IterableDataset):
     """
 
     def __init__(self, dataset: IterableDataset, rank: int, size: int, uneven: str = "pad") -> None:
-        self.dataset, self._rank, self._size, self._uneven = dataset, rank, size, uneven
+        super().__init__(dataset)
+        self._rank, self._size, self._uneven = rank, size, uneven
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(DealtBatches(_guarded(self.dataset), self._rank, self._size, self._uneven))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)  # a stateful loader asks for its state
-
-
-def _guarded(dataset: IterableDataset) -> Iterator[Any]:
-    """The samples of ``dataset``, whose code must not ask for the number of ranks."""
-    nothing = object()
-    with reading_stream():
-        samples = iter(dataset)
-    while True:
-        with reading_stream():
-            sample = next(samples, nothing)
-        if sample is nothing:
-            return
-        yield sample
+        return iter(DealtBatches(super().__iter__(), self._rank, self._size, self._uneven))
 
 
 class _InitWorker(NamedTuple):
-    """The ``worker_init_fn`` of a loader of a :class:`Dealt`: the script's ``init`` and ``collate_fn`` see the script's dataset.
+    """The ``worker_init_fn`` of a loader of a :class:`_OfOneProcess`: the script's ``init`` and ``collate_fn`` see the script's dataset.
 
     torch's documentation has an ``init`` that sets the first and the last sample of its dataset there.
     """
@@ -88,7 +113,7 @@ class Part(NamedTuple):
     batch: Any
 
 
-class _CollatePart(NamedTuple):
+class CollatePart(NamedTuple):
     """Collates this rank's part of the samples of a batch that all ranks read together."""
 
     collate: Callable[[list[Any]], Any]
@@ -105,13 +130,98 @@ def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -
     """The attributes to replace in a copy of ``loader``, which reads an ``IterableDataset``, so that it reads this rank's share.
 
     Where ranks divide each batch, the copy yields :class:`Part` instead of batches.
+
+    Raises:
+        UsageError: the script has split the stream by ranks, and each of its batches is to be divided among them.
     """
+    divides_batches = options.batch == "global" and loader.batch_size is not None
+    if was_split(loader.dataset):
+        if divides_batches:
+            raise UsageError(
+                f'{script_place()} reads a stream that split_dataset_by_node has divided among the ranks, but batch="global" divides each '
+                "batch of the whole. Remove the split: parwrap divides the stream."
+            )
+        return {}
+    if _is_hugging_faces(loader.dataset) and not divides_batches:
+        return {"dataset": _split_by_node(loader.dataset, rank, size)}
     if loader.batch_size is None or (options.batch != "global" and options.uneven != "join"):
         uneven = "pad" if options.uneven == "join" else options.uneven
         dataset: Any = Dealt(loader.dataset, rank, size, uneven)  # type: ignore[arg-type]
         return {"dataset": dataset, "worker_init_fn": _InitWorker(loader.worker_init_fn)}
+    whole: Any = _OfOneProcess(loader.dataset)  # type: ignore[arg-type]
     together = loader.batch_size * (1 if options.batch == "global" else size)
     return {
+        "dataset": whole,
+        "worker_init_fn": _InitWorker(loader.worker_init_fn),
         "batch_sampler": BatchSampler(loader.sampler, together, loader.drop_last),
-        "collate_fn": _CollatePart(loader.collate_fn, rank, size),
+        "collate_fn": CollatePart(loader.collate_fn, rank, size),
     }
+
+
+def was_split(dataset: Any) -> bool:
+    """Whether ``dataset`` is a stream of Hugging Face's ``datasets`` that ``split_dataset_by_node`` has divided."""
+    return _is_hugging_faces(dataset) and dataset._distributed is not None
+
+
+def _is_hugging_faces(dataset: Any) -> bool:
+    return isinstance(dataset, getattr(sys.modules.get("datasets"), "IterableDataset", ()))
+
+
+def _split_by_node(dataset: Any, rank: int, size: int) -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    part = split_dataset_by_node(dataset, rank, size)
+    part._epoch = dataset._epoch  # one tensor in shared memory, so that set_epoch reaches persistent workers too
+    return part
+
+
+class EndsTogether:
+    """The batches of this rank's part of a stream, if parts differ in length: all ranks get the same number.
+
+    Before each batch the ranks compare their numbers of samples, in one message of constant size while these are equal.
+
+    Args:
+        begin: begins to read the part of this rank.
+        group: the ranks.
+        uneven: with ``"pad"``, a rank that has read its part begins it again; with ``"drop"``, all end with the shortest part; with
+            ``"join"``, it repeats its last batch with weight 0, and batches are :class:`Part`.
+
+    Raises:
+        UsageError: a rank has no batch at all; on every rank.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]], group: Group, uneven: str) -> None:
+        self._begin, self._group, self._uneven = begin, group, uneven
+        self._batches = begin()
+        self._last, self._has_read = NOTHING, False
+
+    def __iter__(self) -> EndsTogether:
+        return self
+
+    def __next__(self) -> Any:
+        batch = NOTHING if self._has_read else next(self._batches, NOTHING)
+        self._has_read = batch is NOTHING
+        samples = 0 if batch is NOTHING else max(1, samples_in(batch))
+        counts = agree(self._group, "the next batch of a stream", samples, lambda: samples, lambda all_ranks: None)
+        counts = counts or [samples] * self._group.world.size
+        if self._last is NOTHING and any(counts) and not all(counts):
+            raise UsageError(
+                f"{script_place()} trains on a stream of which rank {counts.index(0)} has no batch, because the stream has fewer shards "
+                "than there are ranks. Write more shards, or let parwrap divide it: remove parwrap.replicate and ask for no rank in it."
+            )
+        if not any(counts) or (self._uneven == "drop" and not all(counts)):
+            raise StopIteration
+        if batch is NOTHING:
+            batch = self._last if self._uneven == "join" else self._again()
+        self._last = batch
+        if self._uneven != "join":
+            return batch
+        return Part(samples * len(counts) / sum(counts), samples_in(batch), batch)
+
+    def _again(self) -> Any:
+        """The next batch of a part that has been read."""
+        batch = next(self._batches, NOTHING)
+        if batch is NOTHING:
+            self._batches = self._begin()
+            batch = next(self._batches, NOTHING)
+        return batch

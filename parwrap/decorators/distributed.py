@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from parwrap.checks.same_step import SameStep
 from parwrap.checks.same_work import SameWork
 from parwrap.checks.watchdog import watched
+from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.metrics import Metrics
 from parwrap.decorators.inventory import found, named, reachable
@@ -30,6 +31,7 @@ from parwrap.inline.launching import number_of_ranks, run_on_ranks
 from parwrap.inline.rank_process import Task, report_failure
 from parwrap.inline.remote_exception import RemoteTraceback
 from parwrap.inline.returned import KINDS
+from parwrap.intercept.dali import intercepting_pipelines
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop import random_streams
@@ -460,8 +462,11 @@ class _Scope(Interceptor):
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = strategy_of(options)(loop)
         self._undo.callback(self.strategy.close)
-        loaders = Loaders(group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say)
+        reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say
+        loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
+        if options.strategy != "none":
+            self._undo.enter_context(intercepting_pipelines(Pipelines(*reading)))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))

@@ -1,4 +1,4 @@
-"""The decorators for classes: add a mixin to the base classes, and it decorates the methods that train.
+"""The decorators for classes: add a mixin to the base classes, and it decorates the methods that train or evaluate.
 
 Only this file deals with classes; the decorators define what happens while a method runs.
 """
@@ -11,31 +11,50 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import BuiltinMethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
 from parwrap.decorators.accumulate import accumulate
 from parwrap.decorators.amp import amp
 from parwrap.decorators.distributed import distributed
-from parwrap.decorators.scope import ScopeDecorator, describe, refuse_undecoratable, scoped
+from parwrap.decorators.evaluate import evaluate
+from parwrap.decorators.scope import ScopeDecorator, describe, refuse_undecoratable
+from parwrap.decorators.sync_bn import sync_bn
+from parwrap.decorators.uniform_length import uniform_length
 from parwrap.errors import UsageError
 
-__all__ = ["AccumulateMixin", "AmpMixin", "DistributedMixin"]
+__all__ = ["AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"]
 
-TRAINING = ("train", "fit")
-"""The methods that are decorated, besides those that ``parwrap_methods`` names."""
 
-_running: list[Any] = []
-"""The instances, or classes, whose scopes are open."""
+class _Methods(NamedTuple):
+    """The methods that a mixin decorates.
+
+    Attributes:
+        usual: their default names.
+        named_in: the class keyword or attribute that names further methods.
+    """
+
+    usual: tuple[str, ...]
+    named_in: str
+
+
+TRAINING = _Methods(("train", "fit"), "parwrap_methods")
+EVALUATING = _Methods(("evaluate", "validate", "test"), "parwrap_evaluate_methods")
+
+_running: list[tuple[Any, _Methods]] = []
+"""The instances, or classes, whose decorated methods run."""
 
 
 class _Mixin:
-    """The common base of the mixins: the methods ``train`` and ``fit`` run in the scopes of decorators.
+    """The common base of the mixins: methods run in the scopes of decorators.
 
-    The options of the decorators are class keywords; a subclass inherits those of its bases, and may override them. The class keyword or
-    attribute ``parwrap_methods`` names further methods. If one such method calls another of the same instance, also by ``super()``, the
-    scopes stay those of the first. The ``train(mode)`` of an ``nn.Module`` that sets the mode is not decorated unless it is named.
+    Mixins decorate ``train`` and ``fit``, and the methods that the class keyword or attribute ``parwrap_methods`` names. ``EvaluateMixin``
+    decorates ``evaluate``, ``validate`` and ``test``, and those that ``parwrap_evaluate_methods`` names.
+
+    The options of the decorators are class keywords; a subclass inherits those of its bases, and may override them. If one such method
+    calls another of the same instance, also by ``super()``, the scopes stay those of the first. The ``train(mode)`` of an ``nn.Module``
+    that sets the mode is not decorated unless it is named.
 
     Raises:
         UsageError: a class keyword that no mixin and no other base takes; none of its methods is decorated, or it lacks one that it names.
@@ -43,15 +62,17 @@ class _Mixin:
     """
 
     _decorator: ClassVar[Any]
+    _methods: ClassVar[_Methods]
     _keywords: ClassVar[dict[str, Any]] = {}
     parwrap_methods: ClassVar[Sequence[str]] = ()
+    parwrap_evaluate_methods: ClassVar[Sequence[str]] = ()
 
     def __init_subclass__(cls, decorator: type[ScopeDecorator] | None = None, **keywords: Any) -> None:
         if decorator is not None:  # one of the mixins below
-            cls._decorator = decorator
+            cls._decorator, cls._methods = decorator, EVALUATING if decorator is evaluate else TRAINING
             return
-        if "parwrap_methods" in keywords:
-            cls.parwrap_methods = keywords.pop("parwrap_methods")
+        for name in [each.named_in for each in (TRAINING, EVALUATING) if each.named_in in keywords]:
+            setattr(cls, name, keywords.pop(name))
         mixins: list[Any] = [base for base in cls.__mro__ if "_decorator" in base.__dict__]
         known = {name for mixin in mixins for name in mixin._decorator.option_names()}
         cls._keywords = {name: keywords.pop(name) for name in known & keywords.keys()}
@@ -61,12 +82,17 @@ class _Mixin:
         options: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             options |= base.__dict__.get("_keywords", {})
-        features = [mixin._decorator for mixin in mixins]
-        decorators = [each(**{name: options[name] for name in each.option_names() if name in options}) for each in features]
-        decorated = [_decorate(cls, name, decorators) for name in _names(cls)]
         own = [name for name, each in cls.__dict__.items() if inspect.isfunction(each) and not name.startswith("_")]
-        if own and not any(decorated) and cls.__dict__.get("parwrap_methods") != ():  # cloudpickle fills a class later
-            raise _without_methods(cls, mixins, own)
+        for methods in (TRAINING, EVALUATING):
+            of_these = [mixin for mixin in mixins if mixin._methods is methods]
+            features = [mixin._decorator for mixin in of_these]
+            decorators = [each(**{name: options[name] for name in each.option_names() if name in options}) for each in features]
+            names = _names(cls, methods)
+            if names and not decorators and cls.__dict__.get(methods.named_in):
+                raise _without_mixin(cls, methods)
+            decorated = [_decorate(cls, name, methods, decorators) for name in names if decorators]
+            if decorators and own and not any(decorated) and cls.__dict__.get(methods.named_in) != ():  # cloudpickle fills a class later
+                raise _without_methods(cls, methods, of_these, own)
 
 
 class DistributedMixin(_Mixin, decorator=distributed):
@@ -88,56 +114,84 @@ class AccumulateMixin(_Mixin, decorator=accumulate):
     """``@accumulate`` for the training methods of a class."""
 
 
-def _names(cls: type[_Mixin]) -> list[str]:
-    """The methods to decorate: the usual ones that exist, and those that the class and its bases name."""
-    named = cls.__dict__.get("parwrap_methods", ())
+class SyncBNMixin(_Mixin, decorator=sync_bn):
+    """``@sync_bn`` for the training methods of a class."""
+
+
+class UniformLengthMixin(_Mixin, decorator=uniform_length):
+    """``@uniform_length`` for the training methods of a class."""
+
+
+class EvaluateMixin(_Mixin, decorator=evaluate):
+    """``@evaluate`` for the methods ``evaluate``, ``validate`` and ``test`` of a class.
+
+    >>> class Trainer(EvaluateMixin, reduce="sum"):
+    ...     def evaluate(self, losses):
+    ...         return sum(losses)
+    >>> Trainer().evaluate([0.5, 0.25])
+    0.75
+    """
+
+
+def _names(cls: type[_Mixin], methods: _Methods) -> list[str]:
+    """The methods to decorate: the usual ones, and those that the class and its bases name."""
+    named = cls.__dict__.get(methods.named_in, ())
     if isinstance(named, str):
-        raise UsageError(f"{cls.__name__}.parwrap_methods is {named!r}: use a tuple, such as ({named!r},).")
+        raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}: use a tuple, such as ({named!r},).")
     for name in named:
         if inspect.getattr_static(cls, name, None) is None:
             raise UsageError(
-                f"{cls.__name__}.parwrap_methods names {name!r}, which {describe(cls)} does not have: add the method, or remove the name."
+                f"{cls.__name__}.{methods.named_in} names {name!r}, which {describe(cls)} does not have: add the method, or remove the "
+                "name."
             )
-    every = [name for base in cls.__mro__ for name in base.__dict__.get("parwrap_methods", ())]
-    usual = [name for name in TRAINING if not (name == "train" and _sets_mode(cls, inspect.getattr_static(cls, name, None)))]
+    every = [name for base in cls.__mro__ for name in base.__dict__.get(methods.named_in, ())]
+    usual = [name for name in methods.usual if not (name == "train" and _sets_mode(cls, inspect.getattr_static(cls, name, None)))]
     return list(dict.fromkeys([*usual, *every]))
 
 
-def _decorate(cls: Any, name: str, decorators: list[ScopeDecorator]) -> bool:
-    """Make the method ``name`` of ``cls`` run in the scopes of ``decorators``. Returns whether the method exists."""
+def _decorate(cls: Any, name: str, methods: _Methods, decorators: list[ScopeDecorator]) -> bool:
+    """Decorate the method ``name`` of ``cls`` with ``decorators``. Returns whether the method exists."""
     found = inspect.getattr_static(cls, name, None)
     if found is None:
         return False
     method = cls.__dict__[name] if name in cls.__dict__ else _inherited(cls, name, found)
     refuse_undecoratable(getattr(method, "__func__", method), type(decorators[0]).__name__)
     if isinstance(method, staticmethod):
-        decorated: Any = staticmethod(scoped(method.__func__, decorators))
+        decorated: Any = staticmethod(_wrapped(method.__func__, decorators))
     elif isinstance(method, classmethod):
-        decorated = classmethod(_once(method.__func__, decorators))
+        decorated = classmethod(_once(method.__func__, methods, decorators))
     else:
-        decorated = _once(method, decorators)
+        decorated = _once(method, methods, decorators)
     setattr(cls, name, decorated)
     return True
 
 
-def _once(method: Callable[..., Any], decorators: list[ScopeDecorator]) -> Callable[..., Any]:
-    """``method`` in the scopes of ``decorators``, or as it is if another method of the instance has opened its scopes."""
+def _wrapped(function: Any, decorators: list[ScopeDecorator]) -> Any:
+    for decorator in decorators:
+        function = decorator.wrapped(function)
+    return function
+
+
+def _once(method: Callable[..., Any], methods: _Methods, decorators: list[ScopeDecorator]) -> Callable[..., Any]:
+    """``method`` in the scopes of ``decorators``, or as it is if another of the ``methods`` of the instance has opened its scopes."""
 
     @functools.wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _running.append(self)
+        _running.append((self, methods))
         try:
             return method(self, *args, **kwargs)
         finally:
             _running.pop()
 
-    decorated = scoped(noted, decorators)
+    decorated = _wrapped(noted, decorators)
 
     @functools.wraps(noted)
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (method if any(each is self for each in _running) else decorated)(self, *args, **kwargs)
+        runs = any(each is self and of is methods for each, of in _running)
+        return (method if runs else decorated)(self, *args, **kwargs)
 
-    once.__parwrap_scopes__ = (once, tuple(decorators))  # type: ignore[attr-defined]  # for parwrap.launch
+    if methods is TRAINING:
+        once.__parwrap_scopes__ = (once, tuple(decorators))  # type: ignore[attr-defined]  # for parwrap.launch
     return once
 
 
@@ -167,15 +221,20 @@ def _sets_mode(cls: type, train: Any) -> bool:
     return mode is not None and (mode.kind is mode.VAR_POSITIONAL or isinstance(mode.default, bool))
 
 
-def _without_methods(cls: type, mixins: list[type[_Mixin]], own: list[str]) -> UsageError:
+def _without_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]], own: list[str]) -> UsageError:
     """The error for a class with methods, on which its mixins would have no effect."""
-    close = [name for name in own if name not in TRAINING and any(usual in name for usual in TRAINING)]
-    mode = " (the train(mode) of a module only sets its mode)" if issubclass(cls, nn.Module) else ""
+    close = [name for name in own if name not in TRAINING.usual and any(usual in name for usual in (*methods.usual, "valid"))]
+    mode = " (the train(mode) of a module only sets its mode)" if methods is TRAINING and issubclass(cls, nn.Module) else ""
     return UsageError(
         f"{cls.__name__} has none of the methods that {' and '.join(mixin.__name__ for mixin in mixins)} would decorate: "
-        f"{', '.join(TRAINING)}{mode}. Add one, or name your own with the class keyword, as in parwrap_methods="
-        f"{(*(close or own)[:1],)!r}. If this is a base class and its subclasses have the methods, set parwrap_methods=()."
+        f"{', '.join(methods.usual)}{mode}. Add one, or name your own with the class keyword, as in {methods.named_in}="
+        f"{(*(close or own)[:1],)!r}. If this is a base class and its subclasses have the methods, set {methods.named_in}=()."
     )
+
+
+def _without_mixin(cls: type, methods: _Methods) -> UsageError:
+    other = EVALUATING if methods is TRAINING else TRAINING
+    return UsageError(f"{cls.__name__} has {methods.named_in}, but no mixin that uses it: its mixins use {other.named_in}.")
 
 
 def _unknown(cls: type, unknown: list[str], known: set[str]) -> UsageError:

@@ -607,7 +607,8 @@ def _hides_group(interceptor: Interceptor) -> Patches:
         if group is None and interceptor.hides_group(sys._getframe(1)):
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call init_process_group. "
-                f"parwrap hides its own from plain scripts: use parwrap.rank() and parwrap.world_size() instead of {wrapped.__name__}()."
+                "parwrap hides its own from plain scripts, and from streams that it divides: "
+                f"use parwrap.rank() and parwrap.world_size() instead of {wrapped.__name__}()."
             )
         return wrapped(*args, **kwargs)
 

@@ -32,6 +32,7 @@ __all__ = [
     "is_alone",
     "is_outside",
     "is_rank_zero",
+    "is_reading_stream",
     "local_rank",
     "open_group",
     "opened",
@@ -224,8 +225,13 @@ def reading_stream() -> Iterator[None]:
         _reading_stream.remove(thread)
 
 
+def is_reading_stream() -> bool:
+    """Whether the code that asks runs inside :func:`reading_stream`."""
+    return bool(_reading_stream) and threading.get_ident() in _reading_stream
+
+
 def _world() -> World:
-    if _reading_stream and threading.get_ident() in _reading_stream:
+    if is_reading_stream():
         raise UsageError(
             "an IterableDataset asks for the rank or the number of ranks while it is read, to divide itself, but parwrap divides it too: "
             "each rank takes every N-th sample. Wrap its loader in parwrap.replicate(loader), so that each rank reads all that it yields."

@@ -162,6 +162,63 @@ def test_a_class_trains_on_ranks_as_in_one_process():
     torch.testing.assert_close(expected, Mixed(8).fit(), rtol=0, atol=1e-12)
 
 
+class Evaluating(Loop):
+    """A plain trainer whose training evaluates."""
+
+    def fit(self, epochs=2):
+        results = []
+        for _ in range(epochs):
+            self.train()
+            results.append(self.evaluate(DataLoader(torch.arange(10.0), batch_size=2)))
+        return results
+
+    @torch.no_grad()
+    def evaluate(self, loader):
+        batches = list(loader)
+        return {"mean": torch.cat(batches).mean().item(), "batches": len(batches) * 1.0}
+
+
+class Joint(parwrap.DistributedMixin, parwrap.EvaluateMixin, Evaluating, reduce={"mean": "mean", "batches": "sum"}, check=False):
+    def evaluate(self, loader):
+        self.read = len(list(loader))
+        return super().evaluate(loader)
+
+
+@pytest.mark.ranks(2)
+def test_an_evaluation_inside_training_is_that_of_one_process_and_each_rank_reads_a_part():
+    trainer = Joint(16)
+
+    assert [{"mean": 4.5, "batches": 5.0}] * 2 == Evaluating(16).fit() == trainer.fit()
+    assert 5 == parwrap.reduce_sum(trainer.read)
+
+
+class Normed(Loop):
+    def __init__(self, batch_size):
+        super().__init__(batch_size)
+        self.model.insert(1, nn.BatchNorm1d(3).double())
+
+
+class SyncedNorm(parwrap.DistributedMixin, parwrap.SyncBNMixin, Normed, batch="global"):
+    pass
+
+
+@pytest.mark.ranks(2)
+def test_batch_norms_of_a_class_use_the_whole_batch():
+    expected = Normed(16).fit()
+
+    torch.testing.assert_close(expected, SyncedNorm(16).fit(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_a_class_hold_samples_of_one_length():
+    class Reading(parwrap.DistributedMixin, parwrap.UniformLengthMixin, pad_value=0):
+        def train(self):
+            texts = TensorDataset(torch.tensor([[5, 3, 8, 1], [7, 0, 0, 0], [6, 2, 9, 9], [4, 0, 0, 0]] * 2))
+            return {tokens.shape[1] for (tokens,) in parwrap.shard(DataLoader(texts, batch_size=2, shuffle=True))}
+
+    assert {1, 4} == set().union(*parwrap.gather(Reading().train()))
+
+
 def test_keywords_that_no_mixin_takes_are_for_the_other_bases():
     class Registered:
         def __init_subclass__(cls, name, **keywords):
@@ -220,6 +277,20 @@ async def waits(self):
             {},
             "T has none of the methods that AmpMixin would decorate: train, fit (the train(mode) of a module only sets its mode). ",
         ),
+        (
+            (parwrap.DistributedMixin, parwrap.EvaluateMixin),
+            {"fit": runs, "run_validation": runs},
+            {"reduce": "sum"},
+            "T has none of the methods that EvaluateMixin would decorate: evaluate, validate, test. Add one, or name your own with the "
+            "class keyword, as in parwrap_evaluate_methods=('run_validation',). ",
+        ),
+        (
+            (parwrap.EvaluateMixin,),
+            {"evaluate": runs},
+            {"reduce": "sum", "parwrap_methods": ("evaluate",)},
+            "T has parwrap_methods, but no mixin that uses it: its mixins use parwrap_evaluate_methods.",
+        ),
+        ((parwrap.EvaluateMixin,), {"evaluate": runs}, {}, "@parwrap.evaluate does not say how the ranks' results are merged"),
     ],
 )
 def test_a_class_that_cannot_be_as_it_is_written(bases, attributes, keywords, text):

@@ -1,0 +1,166 @@
+"""What each rank reads of a pipeline of NVIDIA DALI.
+
+A pipeline is built, and reads ahead, before a pass shows what it is for. So its reader decides: one that shuffles is for training, and each
+rank builds it with a shard of its own. Any other is read whole, and the batches of its training passes are dealt to the ranks.
+``intercept/dali.py`` patches DALI.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from parwrap.checks.same_data import Held
+from parwrap.data.loaders import ANOTHER_LOADER, trains
+from parwrap.data.samplers import DealtBatches, samples_in
+from parwrap.errors import UsageError
+from parwrap.intercept.dali import pipelines_of, readers_of
+from parwrap.loop import random_streams
+from parwrap.loop.optimizers import Optimizers
+from parwrap.loop.passes import Pass, Passes
+from parwrap.options import Options
+from parwrap.places import Place, script_place, warn
+from parwrap.ranks.group import Group, is_alone
+
+__all__ = ["Pipelines"]
+
+NOTHING = object()
+
+
+class Pipelines:
+    """Gives each rank its share of pipelines that train; arguments are those of :class:`parwrap.data.loaders.Loaders`."""
+
+    def __init__(
+        self,
+        group: Group,
+        options: Callable[[], Options],
+        passes: Passes,
+        optimizers: Optimizers,
+        begins: Callable[[bool], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._rank, self._size, self._options = group.world.rank, group.world.size, options
+        self._passes, self._optimizers, self._begins, self._say = passes, optimizers, begins, say
+        self._sharded: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # operators that got a shard
+        self._built: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # pipelines with such a reader
+        self._dealt: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose last pass was dealt
+        self._seeds = 0
+        self._said: set[tuple[Place, bool]] = set()
+
+    def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        shuffles = given.get("random_shuffle") or given.get("shuffle_after_epoch")
+        if is_alone() or not shuffles or given.get("num_shards", 1) != 1:
+            return {}
+        held = self._sharded[operator] = Held()
+        held.add([value for _, value in sorted(given.items()) if isinstance(value, (list, tuple))])
+        return {"num_shards": self._size, "shard_id": self._rank, "pad_last_batch": True}
+
+    def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
+        size = pipeline.max_batch_size
+        if is_alone():
+            return seed, size
+        if seed is None:
+            seed = (self._passes.streams.seed() + ANOTHER_LOADER * self._seeds) % 2**62
+            self._seeds += 1
+        held = next((self._sharded[each] for each in operators if each in self._sharded), None)
+        if held is None:
+            return seed, size
+        self._built[pipeline] = held
+        if self._options().batch == "global":
+            if size % self._size:
+                raise UsageError(
+                    f'{script_place()} builds a DALI pipeline with batches of {size}, which batch="global" divides among {self._size} '
+                    "ranks. Choose a batch_size that is a multiple of the number of ranks."
+                )
+            size //= self._size
+        return seed + self._rank, size
+
+    def make_iterator(self, pipelines: Collection[Any], size: int) -> int | None:
+        if not any(pipeline in self._built for pipeline in pipelines):
+            return None
+        return math.ceil(size / self._size) if size > 0 else size
+
+    def length_of_pipelines(self, iterator: Any, original: Callable[[Any], int]) -> int:
+        whole = original(iterator)
+        if iterator not in self._dealt or is_alone():
+            return whole
+        return whole // self._size if self._options().uneven == "drop" else math.ceil(whole / self._size)
+
+    def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
+        return original(iterator) if is_alone() else self._read(iterator, original, script_place())
+
+    def _read(self, iterator: Any, original: Callable[[Any], Iterator], place: Place) -> Iterator:
+        """The batches of a pass."""
+        training = trains(
+            gradients_on=torch.is_grad_enabled(), optimizer_built=self._optimizers.were_built, in_eval=self._optimizers.evaluate()
+        )
+        readers = readers_of(pipelines_of(iterator))
+        is_part = any(_is_part(metas) for metas in readers.values())
+        deals = training and bool(readers) and not is_part
+        (self._dealt.add if deals else self._dealt.discard)(iterator)
+        opened = Pass(training, training and (is_part or deals), place, data=self._digits(iterator, readers) if training else ())
+        opened.backwards_before = self._passes.backwards
+        opened.whole = next((metas[0]["epoch_size"] for metas in readers.values()), None)
+        self._begins(training)
+        self._passes.begin(opened)
+        try:
+            self._passes.streams.use(random_streams.NONE)
+            batches: Iterator = _rest(original(iterator))
+            if deals:
+                batches = iter(DealtBatches(batches, self._rank, self._size, "drop" if self._options().uneven == "drop" else "pad"))
+            while True:
+                self._passes.streams.use(random_streams.NONE)
+                batch = next(batches, NOTHING)
+                self._passes.draw()
+                if batch is NOTHING:
+                    break
+                if training:
+                    self._passes.drew(opened, sum(samples_in([each]) for each in batch))  # type: ignore[attr-defined, misc]
+                yield batch
+            opened.exhausted = True
+        finally:
+            self._passes.end(opened)
+            self._passes.draw()
+            if training:
+                self._optimizers.ended_pass()
+        self._note_share(opened, is_part, place)
+
+    def _digits(self, iterator: Any, readers: Mapping[str, list[Mapping[str, Any]]]) -> tuple[int, ...]:
+        """Digits of what all ranks must read alike, which travel with the first backward."""
+        held = next((self._built[each] for each in pipelines_of(iterator) if each in self._built), Held())
+        return held.digits(str([(name, metas[0]["epoch_size"]) for name, metas in readers.items()]))
+
+    def _note_share(self, opened: Pass, is_part: bool, place: Place) -> None:
+        """Say once what a pass has read that was of a share."""
+        if (place, is_part) in self._said or not (is_part or opened.shared):
+            return
+        self._said.add((place, is_part))
+        if opened.trains and self._passes.backwards > opened.backwards_before:
+            self._say(
+                f"{place} read {opened.samples} of {opened.whole} samples on each of {self._size} ranks; add up what is summed over a "
+                "pass with parwrap.reduce_sum"
+            )
+            return
+        remedy = "read it without random_shuffle= and shuffle_after_epoch=" if is_part else "wrap the loop in torch.no_grad()"
+        warn(
+            f"parwrap: {place} read a DALI pipeline, and no backward followed: what was computed is of this rank's share. For every rank "
+            f"to read everything, {remedy}."
+        )
+
+
+def _is_part(metas: list[Mapping[str, Any]]) -> bool:
+    """Whether pipelines read some shards only; ``metas`` describe one reader in each."""
+    return {meta["shard_id"] for meta in metas} < {*range(metas[0]["number_of_shards"])}
+
+
+def _rest(batches: Iterator) -> Iterator:
+    """The remaining ``batches``: ``iter`` of one of DALI's iterators would begin another pass."""
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            return
