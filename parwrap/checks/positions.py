@@ -238,6 +238,23 @@ class Positions:
                 raise self.error(f"a rank has not ended within {timeout:g} s")
             time.sleep(0.005)
 
+    def check_wait(self, since: float, what: str, patience: float = 10.0) -> None:
+        """Check a wait for the node's first rank, which takes no part in a step meanwhile.
+
+        Args:
+            since: the time, by ``time.monotonic()``, since which this rank waits.
+            what: what it waits for.
+            patience: seconds after which that rank, if it waits for this one in a step, is not about to do it in another thread.
+
+        Raises:
+            LockstepError: the first rank has raised, or waits for this one.
+        """
+        first, mine = self._read(0), self.mine
+        is_ahead = first.backwards > mine.backwards or first.controls > mine.controls
+        waits = first.state in (State.BACKWARD, State.AVERAGES, State.CONTROL, State.INNER) and is_ahead
+        if first.state == State.RAISED or (waits and time.monotonic() - since > patience):
+            raise self.error(f"rank {self._ranks[self._rank]} waits for {what}")
+
     def now(self) -> Page:
         """This rank's page with its present state."""
         return self.mine._replace(state=self._numbers[self._rank * WORDS + STATE])

@@ -103,7 +103,7 @@ class Pipelines:
         deals = training and bool(readers) and not is_part
         (self._dealt.add if deals else self._dealt.discard)(iterator)
         opened = Pass(training, training and (is_part or deals), place, data=self._digits(iterator, readers) if training else ())
-        opened.backwards_before = self._passes.backwards
+        opened.trained_before = self._optimizers.trained
         opened.whole = next((metas[0]["epoch_size"] for metas in readers.values()), None)
         self._begins(training)
         self._passes.begin(opened)
@@ -139,7 +139,7 @@ class Pipelines:
         if (place, is_part) in self._said or not (is_part or opened.shared):
             return
         self._said.add((place, is_part))
-        if opened.trains and self._passes.backwards > opened.backwards_before:
+        if opened.trains and self._optimizers.trained > opened.trained_before:
             self._say(
                 f"{place} read {opened.samples} of {opened.whole} samples on each of {self._size} ranks; add up what is summed over a "
                 "pass with parwrap.reduce_sum"

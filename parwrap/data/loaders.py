@@ -232,7 +232,7 @@ class Loaders(Interceptor):
         if not training or self.in_loop():
             self._begins(training)
         opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
-        opened.repeats = last is not None and last.place == place and not last.exhausted and self._trained() > last.trained_before
+        opened.repeats = last is not None and last.place == place and not last.exhausted and self._optimizers.trained > last.trained_before
         iteration.opened, known.last = opened, opened
         if shared:
             self._begin_share(iteration, loader, known, opened)
@@ -242,7 +242,7 @@ class Loaders(Interceptor):
             self._read(iteration, loader, opened, iteration.workers_seed, may_end_apart)
             reads_own = training and self._reads_by_python(loader)
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
-        opened.trained_before, opened.whole = self._trained(), _samples(loader)
+        opened.trained_before, opened.whole = self._optimizers.trained, _samples(loader)
         self.go_on(iteration)
         self._open.add(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
@@ -332,7 +332,7 @@ class Loaders(Interceptor):
             return
         if exhausted:
             self._note_unused(known, opened)
-        if opened.drawn and opened.place not in self._said and self._trained() > opened.trained_before:
+        if opened.drawn and opened.place not in self._said and self._optimizers.trained > opened.trained_before:
             self._said.add(opened.place)
             of = f" of {opened.whole}" if opened.whole is not None else ""
             self._say(
@@ -342,7 +342,7 @@ class Loaders(Interceptor):
 
     def _note_unused(self, known: _Known, opened: Pass) -> None:
         """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
-        if not opened.drawn or self._trained() > opened.trained_before or opened.place in known.whole_at or opened.said:
+        if not opened.drawn or self._optimizers.trained > opened.trained_before or opened.place in known.whole_at or opened.said:
             return
         known.whole_at.add(opened.place)
         known.epoch -= 1
@@ -351,10 +351,6 @@ class Loaders(Interceptor):
             "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
             "you keep the batches to train on them later, write parwrap.shard(loader)."
         )
-
-    def _trained(self) -> int:
-        """The number of backwards and steps so far: a step that gets its gradients by hand trains too."""
-        return self._passes.backwards + self._optimizers.steps
 
     def in_loop(self) -> bool:
         """Whether the thread of the loop runs this code. Only it switches streams, because torch's is the whole process's."""

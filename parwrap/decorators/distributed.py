@@ -47,6 +47,7 @@ from parwrap.options import Options
 from parwrap.places import from_script, script_place, warn
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.output import Output, output_of
+from parwrap.rank_zero.scratch import CheckWait
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group
@@ -404,7 +405,8 @@ class _Scope(Interceptor):
                     report = functools.partial(_report, self._group.world.rank, output)
                     self._undo.enter_context(watched(self._group, self._same_step.positions, report))
                 assert self._whole is not None
-                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group, module))
+                check_wait = {} if self._same_step is None else {"check_wait": self._same_step.positions.check_wait}
+                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group, module, **check_wait))
             if hidden and self._group is not None:
                 interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
@@ -568,12 +570,12 @@ def _report(rank: int, output: Output, text: str) -> None:
 
 
 @contextmanager
-def _files_of_rank_zero(whole: Group, group: Group, module: str | None) -> Iterator[None]:
+def _files_of_rank_zero(whole: Group, group: Group, module: str | None, **options: CheckWait) -> Iterator[None]:
     """Inside the block, of all ranks rank 0 alone writes files; after a barrier of ``group``, the others see what is there."""
     if whole.folder is None:
         yield
         return
-    with intercepting_files(whole, module) as files:
+    with intercepting_files(whole, module, **options) as files:
         before, group.after_barrier = group.after_barrier, files.crossed
         try:
             yield

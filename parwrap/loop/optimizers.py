@@ -74,6 +74,11 @@ class Optimizers(Interceptor):
         """The optimizer of each parameter, by the parameter's id: the one built last."""
         return {id(p): optimizer for optimizer in self.all() for p in parameters_of(optimizer)}
 
+    @property
+    def trained(self) -> int:
+        """The number of backwards and steps so far: a step on gradients that were made by hand trains too."""
+        return self._passes.backwards + self.steps
+
     def note(self, optimizers: Iterable[Optimizer]) -> None:
         """Note ``optimizers`` that were built before the scope opened."""
         for each in optimizers:

@@ -20,7 +20,7 @@ from parwrap.rank_zero.journal import Journal, JournalReader, Progress, clock
 from parwrap.rank_zero.native_calls import native_patches
 from parwrap.rank_zero.path_rules import PathRules, passing
 from parwrap.rank_zero.replica import ReplicaFiles
-from parwrap.rank_zero.scratch import Overlay
+from parwrap.rank_zero.scratch import CheckWait, Overlay
 from parwrap.rank_zero.writer import KeptReadable, WriterFiles, close_left_open
 from parwrap.ranks.group import Group
 
@@ -40,12 +40,13 @@ def current() -> Files | None:
 
 
 @contextmanager
-def intercepting_files(group: Group, module: str | None = None) -> Iterator[Files]:
+def intercepting_files(group: Group, module: str | None = None, check_wait: CheckWait = lambda since, place: None) -> Iterator[Files]:
     """Let rank 0 alone write files inside the block.
 
     Args:
         group: the process group, with a folder that the ranks of the node share.
         module: the name of the running function's module.
+        check_wait: called now and then while this rank waits for a file of rank 0, with the time since and the line.
 
     Yields:
         the files of this rank; call ``crossed()`` after each barrier.
@@ -55,7 +56,7 @@ def intercepting_files(group: Group, module: str | None = None) -> Iterator[File
     folder = group.folder / f"files-{next(_openings)}"
     folder.mkdir(mode=0o700, exist_ok=True)
     close_left_open()
-    files = _files(group, folder)
+    files = _files(group, folder, check_wait)
     before, _current = _current, files
     try:
         with installed([*patches(files), *native_patches(files)], module):
@@ -65,7 +66,7 @@ def intercepting_files(group: Group, module: str | None = None) -> Iterator[File
         files.close()
 
 
-def _files(group: Group, folder: Path) -> Files:
+def _files(group: Group, folder: Path, check_wait: CheckWait) -> Files:
     """This rank's files. The first rank of each node keeps the journal; on other nodes than rank 0's it saves for rank 0."""
     world = group.world
     rules = PathRules(world.rank, _began(folder))
@@ -77,7 +78,8 @@ def _files(group: Group, folder: Path) -> Files:
     scratch = folder / f"scratch-{place}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
-    overlay = Overlay(rules, JournalReader(folder), os.path.realpath(scratch), world.node_rank == 0, group.timeout.total_seconds())
+    with_rank_zero, timeout = world.node_rank == 0, group.timeout.total_seconds()
+    overlay = Overlay(rules, JournalReader(folder), os.path.realpath(scratch), with_rank_zero, timeout, check_wait)
     stands_in = KeptReadable(Journal(folder), progress) if place == 0 else None
     return ReplicaFiles(overlay, progress, stands_in)
 

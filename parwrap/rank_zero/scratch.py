@@ -12,9 +12,9 @@ import shutil
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from parwrap.errors import RankMismatchError
 from parwrap.places import script_place
@@ -22,7 +22,7 @@ from parwrap.rank_zero.journal import JournalReader, clock
 from parwrap.rank_zero.listing import PART
 from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors
 
-__all__ = ["FILE", "FOLDER", "GONE", "LINK", "MARK", "Entry", "Overlay", "missing"]
+__all__ = ["FILE", "FOLDER", "GONE", "LINK", "MARK", "CheckWait", "Entry", "Overlay", "missing"]
 
 FILE, FOLDER, LINK, GONE = "file", "folder", "link", "gone"
 
@@ -36,6 +36,8 @@ ROUNDING = 1e-5
 
 NAP = 0.002
 """Seconds between two looks at the journal."""
+
+CheckWait: TypeAlias = Callable[[float, str], None]
 
 
 @dataclass
@@ -69,11 +71,14 @@ class Overlay:
         scratch: an empty directory of this rank.
         with_rank_zero: whether rank 0 is on this node, so that the journal names all folders that it makes.
         timeout: how many seconds to wait for rank 0.
+        check_wait: called now and then during a wait, with the time since and the line; it raises if rank 0 waits for this rank.
     """
 
-    def __init__(self, rules: PathRules, journal: JournalReader, scratch: str, with_rank_zero: bool, timeout: float) -> None:
+    def __init__(
+        self, rules: PathRules, journal: JournalReader, scratch: str, with_rank_zero: bool, timeout: float, check_wait: CheckWait
+    ) -> None:
         self.rules, self.scratch, self._journal = rules, scratch, journal
-        self._with_rank_zero, self._timeout = with_rank_zero, timeout
+        self._with_rank_zero, self._timeout, self._check_wait = with_rank_zero, timeout, check_wait
         self._entries: dict[str, Entry] = {}
         self._inside: defaultdict[str, set[str]] = defaultdict(set)
         self._names = {"", ".", ".."}
@@ -216,7 +221,7 @@ class Overlay:
         save = self.marked(place)
         if save is None:
             return place
-        until = time.monotonic() + self._timeout
+        since, what = time.monotonic(), f"a file of rank 0 at {script_place()}"
         while True:
             ended = self._journal.update().ended
             found = self._journal.saves.get(save)
@@ -224,8 +229,9 @@ class Overlay:
                 return found
             if found is not None and self._journal.update().saves[save] != found:
                 continue  # rank 0 has ended since, and named the path instead of its descriptor
-            if found is not None or ended or time.monotonic() > until:
+            if found is not None or ended or time.monotonic() > since + self._timeout:
                 raise RankMismatchError(self._not_found(os.path.basename(place), save, replaced=found is not None))
+            self._check_wait(since, what)
             time.sleep(NAP)
 
     def _not_found(self, name: str, save: str, replaced: bool) -> str:
@@ -344,8 +350,9 @@ class Overlay:
 
     def _wait_for_what_runs_alone(self) -> None:
         """Wait until rank 0 has run what this rank has left to it: files that it makes there are for all."""
-        until = time.monotonic() + self._timeout
-        while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < until:
+        since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
+        while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < since + self._timeout:
+            self._check_wait(since, what)
             time.sleep(NAP)
         self._left_alone = min(self._left_alone, len(self._journal.alone))  # it does not wait for the same again
 

@@ -143,3 +143,27 @@ def test_a_rank_that_has_ended_does_not_wait_for_one_that_has_raised(pages):
     second.raised()
     with pytest.raises(LockstepError, match=r"rank 1 has raised an error; its last step was at parwrap.gather at train.py:9"):
         first.end(10)
+
+
+@pytest.mark.parametrize(
+    ("first_is", "patience", "is_error"),
+    [(BACKWARD, 0.0, True), (BACKWARD, 10.0, False), (CONTROL, 0.0, True), (RUNS, 0.0, False), (RAISED, 10.0, True)],
+)
+def test_a_wait_for_a_file_of_a_first_rank_that_waits_for_this_one_is_an_error(pages, first_is, patience, is_error):
+    first, second = pages
+    first.enter(first_is if first_is in (BACKWARD, CONTROL) else BACKWARD, 8, "train.py:40")
+    if first_is in (RUNS, RAISED):
+        first.run() if first_is == RUNS else first.raised()
+
+    if is_error:
+        with pytest.raises(LockstepError, match=r"have come apart, because rank 1 waits for a file of rank 0 at train.py:7:\n  rank 0 "):
+            second.check_wait(time.monotonic() - 1, "a file of rank 0 at train.py:7", patience)
+    else:
+        second.check_wait(time.monotonic() - 1, "a file of rank 0 at train.py:7", patience)
+
+
+def test_a_first_rank_that_is_in_the_same_step_is_no_error(pages):
+    for each in pages:
+        each.enter(BACKWARD, 8, "train.py:40")
+
+    pages[1].check_wait(time.monotonic() - 1, "a file", patience=0.0)

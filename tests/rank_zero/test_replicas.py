@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import parwrap
+from parwrap.checks.positions import Positions
 from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.ranks.collectives import barrier, gather
@@ -238,3 +240,18 @@ def test_all_calls_are_the_identical_objects_again():
         assert before[0] is not builtins.open
 
     assert all(mine is other for mine, other in zip(before, calls(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_waits_for_a_checkpoint_while_rank_zero_waits_for_it_is_an_error(tmp_path, monkeypatch):
+    """Rank 1 saves and loads once more than rank 0, which has gone on to a barrier."""
+    check_wait = Positions.check_wait
+    monkeypatch.setattr(Positions, "check_wait", lambda self, since, what: check_wait(self, since, what, patience=0.3))
+    with parwrap.distributed():
+        if parwrap.rank() == 1:
+            torch.save(torch.zeros(1), tmp_path / "best.pt")
+            with pytest.raises(
+                parwrap.LockstepError, match=r"rank 1 waits for a file of rank 0 at test_replicas\.py:\d+:\n  rank 0 is in parwrap\.barr"
+            ):
+                torch.load(tmp_path / "best.pt")
+        parwrap.barrier()

@@ -16,6 +16,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if ROOM not in path.parent
 OTHER_MODULES = {"argparse", "atexit", "functools", "logging", "np", "os", "random", "subprocess", "sys", "tempfile", "threading"}
 """Names by which files know modules that are not torch's."""
 OTHERS = {
+    *("_DaliBaseIterator", "_OperatorInstance", "_b", "_init_pipeline_backend", "_internal_schema_name", "_max_batch_size"),
+    *("_operator_name", "_ops", "_pipes", "_process_arguments", "_schema_name", "_seed", "_spec"),
     *("_DummyThread", "_FileOpeners", "_PathGlobber", "_StringGlobber", "_Traced", "_actions", "_blksize", "_builtin_open", "_config"),
     *("_current_frames", "_datasource", "_distributed", "_end_with_pytest", "_ends", "_epoch", "_fields", "_finalize", "_fixtureinfo"),
     *("_forkserver", "_forkserver_pid", "_instances", "_io", "_ispytest", "_normal_accessor", "_option_string_actions", "_options"),
