@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from overhead import CASES, RANKS, WAYS, Case, Loop, turn
 from timing import alternated, print_ratios
+from torch import nn
 
 STEPS = 4
 
@@ -64,8 +65,29 @@ def accumulate() -> AbstractContextManager:
 
 WAYS |= {"sync_bn": partial(within, sync_bn), "accumulate": partial(within, accumulate), "sending each batch": accumulating}
 
-COMPARISONS = {"sync_bn": ("conv", "by hand", 1.3), "accumulate": ("wide", "sending each batch", 0.8)}
-"""The case of ``overhead.py``, the reference and the limit of each feature."""
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms, beside a shortcut."""
+
+    def __init__(self, channels: int, after: int, stride: int) -> None:
+        super().__init__()
+        first = nn.Conv2d(channels, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
+        self.inner = nn.Sequential(*first, nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after))
+        self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(channels, after, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x) + self.shortcut(x))
+
+
+def resnet() -> nn.Module:
+    blocks = Residual(16, 32, 2), Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 64, 1)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+CASES |= {"resnet": Case(resnet, (3, 32, 32), batch=8, steps=60)}
+
+COMPARISONS = {"sync_bn": ("resnet", "by hand", 1.3), "accumulate": ("wide", "sending each batch", 0.8)}
+"""The case, the reference and the limit of each feature."""
 
 
 def rank_process(rank: int, folder: str, features: list[str], repeats: int) -> None:

@@ -1,8 +1,8 @@
 """What each strategy gives and costs: ``python benchmarks/strategies.py`` prints a table.
 
 ``probes/teacher.py``, a plain script with an MLP of 4.5 million parameters and Adam, runs with each strategy in turns, with a thread for
-each process and an allocator that returns large blocks. The columns are medians: samples per second of all ranks together; megabytes that each
-process sends for each of its steps, as the loopback interface counts them, which nothing else may use meanwhile; the peak memory of rank
+each process and an allocator that returns large blocks. The columns are medians: samples per second of all ranks together; megabytes that
+each process sends for each of its steps, as the loopback interface counts them; the peak memory of rank
 0 in MiB, also with 27 million parameters; and the held-out loss at the end.
 """
 
