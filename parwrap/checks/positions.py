@@ -165,7 +165,7 @@ class Positions:
         backwards, _, _, controls, _ = self.mine
         self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
         if alike:
-            self._compare()
+            self.compare()
 
     @contextmanager
     def inner(self, what: int, place: str, alike: bool = True) -> Iterator[None]:
@@ -177,7 +177,7 @@ class Positions:
         backward = self.now()
         self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place))
         if alike:
-            self._compare()
+            self.compare()
         yield
         self._write(backward._replace(controls=self.mine.controls))
 
@@ -189,9 +189,14 @@ class Positions:
         """
         self._set(State.AVERAGES)
         if alike:
-            self._compare()
+            self.compare()
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Raise if another rank of the node can never meet this one where it is.
+
+        Raises:
+            LockstepError: with the places of all ranks of the node.
+        """
         for other in self._others:
             if self._differs(other) and apart(self.now(), self._read(other)):
                 raise self.error()

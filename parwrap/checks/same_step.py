@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
@@ -101,8 +101,11 @@ class SameStep:
         self._on_the_way: deque[_Exchanged] = deque()
 
     @contextmanager
-    def control(self, kind: str) -> Iterator[None]:
+    def control(self, kind: str) -> Iterator[Callable[[], None]]:
         """This rank sends a control message of that ``kind`` inside the block.
+
+        Yields:
+            a check for a message that is no collective, to be called now and then: it raises as entering the block does.
 
         Raises:
             LockstepError: another rank can never meet it there, or has ended.
@@ -110,15 +113,19 @@ class SameStep:
         if in_backward():  # on a GPU, in a thread that has no line of the script
             inside, alike = f"{kind} in the backward at {self._last}", not self._interrupts.raised
             with self.positions.inner(crc32(kind.encode()), inside, alike):
-                yield
+                yield self._check
             return
         self.sends(kind)
         try:
-            yield
+            yield self._check
         except RuntimeError as error:
             self.explain(error)
             raise
         self.positions.run()
+
+    def _check(self) -> None:
+        if not self._interrupts.raised:
+            self.positions.compare()
 
     def sends(self, kind: str) -> None:
         """This rank is about to send a message of that ``kind``, and goes on while it is on its way.

@@ -6,9 +6,11 @@ layer. In lockstep all ranks count alike, so ranks that have come apart raise in
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from parwrap.errors import LockstepError
 from parwrap.intercept.torch_calls import Norm
 from parwrap.places import script_place
+from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import current
+from parwrap.ranks.shared_vectors import CAPACITY, SharedVectors, keeps_order_of_writes
 
 __all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]
 
@@ -55,13 +59,20 @@ class Statistics:
     Args:
         process_group: torch's group of these ranks.
         control_message: the context of a message, which checks lockstep on the node before anything is sent.
+        folder: if all ranks are on one node and none on a GPU, the folder that they share: short vectors then travel through memory.
 
     Attributes:
         nameless: the exchange of what is no layer, or of a layer without weights and running statistics.
     """
 
-    def __init__(self, process_group: Any, control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.process_group, self.control_message = process_group, control_message
+    def __init__(
+        self,
+        process_group: Any,
+        control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        folder: Path | None = None,
+    ) -> None:
+        self.process_group, self.control_message, self._folder = process_group, control_message, folder
+        self._vectors: SharedVectors | None = None
         self.size, self.on_gpu = dist.get_world_size(process_group), uses_nccl(process_group)
         self._messages = 0
         self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -83,6 +94,36 @@ class Statistics:
         """The header of the next message."""
         self._messages += 1
         return [self._messages % LIMIT, layer % LIMIT]
+
+    def sum(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum of the vectors of all ranks, in a message of that ``kind``."""
+        with self.control_message(kind) as check:
+            if self._folder is not None and len(numbers) <= CAPACITY:
+                return self._memory(self._folder).gather(numbers, check).sum(0)
+            dist.all_reduce(numbers, group=self.process_group)
+            return numbers
+
+    def gather(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        """The vectors of all ranks, one a row, in a message of that ``kind``."""
+        with self.control_message(kind) as check:
+            if self._folder is not None and len(numbers) <= CAPACITY:
+                return self._memory(self._folder).gather(numbers, check)
+            rows = numbers.new_empty(self.size, len(numbers))
+            dist.all_gather(list(rows), numbers, group=self.process_group)
+            return rows
+
+    def _memory(self, folder: Path) -> SharedVectors:
+        """The memory for vectors. It is opened in the first message, by a number that rank 0 draws."""
+        if self._vectors is None:
+            number, rank = torch.tensor(secrets.randbits(62)), dist.get_rank(self.process_group)
+            dist.broadcast(number, group_src=0, group=self.process_group)
+            path = folder / f"norms-{number}"
+            with passing():
+                self._vectors = SharedVectors(path, self.size, rank)
+                dist.all_reduce(number, group=self.process_group)  # all have opened it
+                if rank == 0:
+                    path.unlink()
+        return self._vectors
 
     def check(self, totals: torch.Tensor, header: list[int]) -> None:
         """Raise if the headers of all ranks do not add up to this rank's ``header``, times the number of ranks.
@@ -124,9 +165,7 @@ class _Layer:
     def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
         together = self._statistics
         sent, header = self._headed(numbers)
-        rows = sent.new_empty(together.size, len(sent))
-        with together.control_message(f"batch norm {self._number} of {len(numbers) // 2} channels"):
-            dist.all_gather(list(rows), sent, group=together.process_group)
+        rows = together.gather(f"batch norm {self._number} of {len(numbers) // 2} channels", sent)
         totals = rows[:, -3:].sum(0)
         together.check(totals[1:], header)
         together.check_now()
@@ -134,9 +173,9 @@ class _Layer:
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         together = self._statistics
-        total, header = self._headed(numbers)
-        with together.control_message(f"the gradient of batch norm {self._number}" if self._number else "the gradient of all ranks' rows"):
-            dist.all_reduce(total, group=together.process_group)
+        sent, header = self._headed(numbers)
+        kind = f"the gradient of batch norm {self._number}" if self._number else "the gradient of all ranks' rows"
+        total = together.sum(kind, sent)
         (together.check_later if together.on_gpu else together.check)(total[-2:], header)
         return total[:-2].to(numbers)
 
@@ -182,7 +221,9 @@ def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics
         process_group = group.control if of_all and on_cpu else _group_of(ranks, timeout=group.timeout, backend=group.backend)
     if not of_all:  # the others send nothing, so positions would differ
         return Statistics(process_group)
-    return Statistics(process_group, lambda kind: group.control_message(kind))  # of the scope that is open when it is sent
+    by_memory = group.world.on_one_node and group.backend != "nccl" and keeps_order_of_writes()
+    # the control message is of the scope that is open when it is sent
+    return Statistics(process_group, lambda kind: group.control_message(kind), group.folder if by_memory else None)
 
 
 def _group_of(ranks: Sequence[int], **options: Any) -> Any:

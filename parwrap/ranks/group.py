@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +52,10 @@ def _not_noted() -> None:
     pass
 
 
+def _unchecked(kind: str) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(_not_noted)
+
+
 @dataclass
 class Group:
     """A started process group.
@@ -65,7 +68,8 @@ class Group:
         store: a key-value store that all ranks share; ``None``, like ``folder``, for a group that the user's own code has started.
         folder: a folder of this job that only this user can access, shared by the ranks of this node.
         control: the process group of control messages, on the CPU: they never pair with a bucket of gradients.
-        control_message: the context in which a control message of a kind is sent; an open scope checks lockstep there.
+        control_message: the context in which a control message of a kind is sent; an open scope checks lockstep there. It yields a check
+            to call while this rank waits outside of a collective.
         after_barrier: called when all ranks have met in a barrier; an open scope shows this rank the files of the others there.
     """
 
@@ -76,7 +80,7 @@ class Group:
     store: dist.Store | None = None
     folder: Path | None = None
     control: dist.ProcessGroup | None = None
-    control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    control_message: Callable[[str], AbstractContextManager[Callable[[], None]]] = _unchecked
     after_barrier: Callable[[], None] = _not_noted
 
 
