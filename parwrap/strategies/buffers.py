@@ -131,11 +131,12 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
         if len(mine) != len(theirs):
             differ = f"{len(mine)} on rank 0 and {len(theirs)} on rank {rank}"
         else:
-            (name, _, shape), (other, _, others) = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-            differ = f"{name} of shape {shape} on rank 0 and {other} of shape {others} on rank {rank}"
+            pair = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+            one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
+            differ = f"{one} on rank 0 and {other} on rank {rank}"
         return RankMismatchError(
-            f"the ranks have different buffers in {kind}: {differ}. Put the same modules in eval mode on every rank. What only rank 0 does "
-            "belongs into a function decorated with @parwrap.rank_zero_only."
+            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. What only "
+            "rank 0 does belongs into a function decorated with @parwrap.rank_zero_only."
         )
 
     agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)
