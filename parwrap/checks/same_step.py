@@ -224,8 +224,8 @@ class SameStep:
             self._refuse(differ, training.place if training else place)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
             raise RankMismatchError(
-                f"the weights of the ranks in the backward at {place} add up to {means[Entry.WEIGHT]:.4g} times the number of ranks: they "
-                "train on parts of different batches. Every rank must draw and train on the same batches in the same order."
+                f"the ranks train on parts of different batches in the backward at {place}: the mean weight of the parts is "
+                f"{means[Entry.WEIGHT]:.4g} instead of 1. Draw and train on the same batches in the same order on every rank."
             )
         self.grows = means[Entry.GROWS] > 0
         if means[Entry.INTERRUPTED] > 0:

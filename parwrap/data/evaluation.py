@@ -257,7 +257,9 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
     """
     if len({len(readings) for readings in ranks}) > 1:
         numbers = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))
-        raise RankMismatchError(f"the ranks iterated over loaders a different number of times in an evaluation: {numbers}.")
+        raise RankMismatchError(
+            f"the ranks iterated over loaders a different number of times in an evaluation: {numbers}. Read the same loaders on every rank."
+        )
     begun = [of_all for of_all in zip(*ranks, strict=True) if any(reading.read for reading in of_all)]
     for of_all in begun:
         place = of_all[0].place
@@ -275,7 +277,10 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
                 )
         if len({reading.batches for reading in of_all}) > 1:
             numbers = ", ".join(f"{reading.batches} on rank {rank}" for rank, reading in enumerate(of_all))
-            raise RankMismatchError(f"the ranks drew different numbers of batches to evaluate at {place}: {numbers}.")
+            raise RankMismatchError(
+                f"the ranks drew different numbers of batches to evaluate at {place}: {numbers}. Let the sampler draw the same batches on "
+                "every rank: seed it alike."
+            )
     return [list(readings) for readings in zip(*begun, strict=True)] or [[] for _ in ranks]
 
 

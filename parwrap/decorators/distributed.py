@@ -188,7 +188,7 @@ class distributed(ScopeDecorator):
         if _there_are_ranks():
             size = groups.world_size()
             if nprocs not in ("gpu", "cpu", "auto", size):
-                warn(f"parwrap: nprocs={nprocs} starts no ranks here: the function runs on the {counted(size, 'rank')} there.")
+                warn(f"parwrap: nprocs={nprocs} has no effect here, because the function runs on the {counted(size, 'rank')} that run.")
             return None
         size = number_of_ranks(nprocs, self._options.backend)
         return None if size == 1 else functools.partial(_on_new_ranks, call, size, self._options)

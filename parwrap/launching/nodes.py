@@ -169,12 +169,16 @@ class Nodes:
             elif silent:
                 names = ", ".join(self._names[node] for node in silent)
                 print(
-                    f"parwrap: no answer from {names}. If it has stopped, this explains why ranks here cannot reach others", file=sys.stderr
+                    f"parwrap: no answer from {names}: look there first, because ranks here lose their connection to a node that stops",
+                    file=sys.stderr,
                 )
             self._wait_until_read(until)
         except DistError:
             self.lost = True
-            print(f"parwrap: no heartbeat from {self._names[0]}, which hosted the rendezvous", file=sys.stderr)
+            print(
+                f"parwrap: no heartbeat from {self._names[0]}, which hosted the rendezvous: look there first, and start the job again",
+                file=sys.stderr,
+            )
 
     def _listen(self) -> None:
         """Send heartbeats, and check those of other nodes, while this process lives. Each node watches the node before it."""

@@ -182,7 +182,9 @@ def _knock(address: str) -> None:
         if port.isdecimal():
             socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
-        raise LaunchError(f"no Ray cluster answers at {address}: {error}") from None
+        raise LaunchError(
+            f"no Ray cluster answers at {address}: {error}. Start one there, or use this machine with --address local."
+        ) from None
 
 
 def _cores(job: Job) -> int:

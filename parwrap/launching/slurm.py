@@ -261,7 +261,7 @@ def _status(number: str, where: list[str]) -> Status:
         except _Refused as error:
             if "Invalid job id" in str(error) or time.monotonic() > until:
                 raise LaunchError(
-                    f"cannot follow job {number} any longer, although it may still be running. scontrol printed: {error}"
+                    f"cannot follow job {number} any longer. See whether it still runs with `squeue -j {number}`. scontrol printed: {error}"
                 ) from None
             time.sleep(ASK[0])
 

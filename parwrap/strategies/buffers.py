@@ -126,10 +126,17 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
     shapes = [(buffer.name, str(tensor.dtype), tuple(tensor.shape)) for buffer in buffers if (tensor := buffer.tensor()) is not None]
 
     def error(all_ranks: list[Any]) -> Exception:
-        rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+        rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+        mine = all_ranks[0]
+        if len(mine) != len(theirs):
+            differ = f"{len(mine)} on rank 0 and {len(theirs)} on rank {rank}"
+        else:
+            pair = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+            one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
+            differ = f"{one} on rank 0 and {other} on rank {rank}"
         return RankMismatchError(
-            f"rank 0 has {len(all_ranks[0])} buffers to send, but rank {rank} has {len(all_ranks[rank])} or others ({kind}). Put the same "
-            "modules in eval mode on every rank; what only rank 0 does belongs into a function decorated with @parwrap.rank_zero_only."
+            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. What only "
+            "rank 0 does belongs into a function decorated with @parwrap.rank_zero_only."
         )
 
     agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)

@@ -187,7 +187,7 @@ class Sites:
                 warn(
                     f"parwrap: the backward at {place} does not average the gradient of a tensor of shape {tuple(leaf.shape)} that the "
                     "script changes by hand, because it is no nn.Parameter and no optimizer has it. Each rank trains its own. "
-                    "nn.Parameter(tensor) is averaged."
+                    "To average it, make it an nn.Parameter(tensor)."
                 )
 
         for leaf in leaves:

@@ -304,8 +304,8 @@ class ParameterServer(Strategy):
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         if self._staleness is not None:
             raise UsageError(
-                f"a loss scale at {script_place()} leaves out steps whose gradients overflow, on one worker and not on the others, which "
-                f"staleness={self._staleness} would let wait for it. Compute in bf16, which needs no loss scale, or leave staleness out."
+                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow, and "
+                f"with staleness={self._staleness} others would wait for it. Compute in bf16, without a loss scale, or remove staleness."
             )
 
     # values

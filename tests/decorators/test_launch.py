@@ -18,7 +18,7 @@ from parwrap.errors import LaunchError, UsageError
 from parwrap.inline import launching
 
 STATE = {"calls": 0}
-ELSEWHERE = r"^parwrap: nprocs=3 starts no ranks here: the function runs on the 2 ranks there\.$"
+ELSEWHERE = r"^parwrap: nprocs=3 has no effect here, because the function runs on the 2 ranks that run\.$"
 
 
 def test_arguments_go_to_the_function():

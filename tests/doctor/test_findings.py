@@ -90,7 +90,7 @@ def test_a_sound_machine_has_no_problem():
             "--cpus-per-task",
         ),
         (
-            {"device_error": "local rank 2 has no GPU of its own: only 2 visible (0, 1). Start fewer."},
+            {"device_error": "local rank 2 has no GPU: the ranks of this node see only 2 (0, 1). Start fewer."},
             "local rank 2 has no GPU",
             "Start fewer",
         ),
@@ -165,7 +165,7 @@ def test_half_set_launch_variables_are_a_problem_with_the_text_of_the_error(vari
 
 
 def test_an_error_without_advice_gets_some():
-    (finding,) = found(changed(launch={"error": "RANK=4 is not less than WORLD_SIZE=2: ranks start at 0."}))
+    (finding,) = found(changed(launch={"error": "RANK=4 does not fit WORLD_SIZE=2: ranks start at 0."}))
 
     assert "python -m parwrap.run" in finding.remedy
 

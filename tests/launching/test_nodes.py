@@ -296,7 +296,8 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
 
     assert 1 == status
     assert told.startswith(
-        f"parwrap: no answer from node 1 ({socket.gethostname()}). If it has stopped, this explains why ranks here cannot reach others\n"
+        f"parwrap: no answer from node 1 ({socket.gethostname()}): look there first, because "
+        "ranks here lose their connection to a node that stops\n"
     )
 
 

@@ -202,8 +202,8 @@ def test_a_job_that_slurm_has_forgotten_is_followed_no_further(programs, capsys)
     programs(sbatch="echo 7", scontrol='echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
 
     assert (
-        "parwrap.run: cannot follow job 7 any longer, although it may still be running. scontrol printed: slurm_load_jobs error: "
-        "Invalid job id specified\n"
+        "parwrap.run: cannot follow job 7 any longer. See whether it still runs with `squeue -j 7`. scontrol printed: "
+        "slurm_load_jobs error: Invalid job id specified\n"
     ) == followed(capsys, 2)
 
 

@@ -307,6 +307,28 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("widths", "text"),
+    [
+        ([3, 3], r"differ between ranks: 3 on rank 0 and 6 on rank 1 \(sending rank 0's buffers"),
+        ([4], r": running_mean, torch.float32 of shape \(3,\), on rank 0 and running_mean, torch.float32 of shape \(4,\), on rank 1"),
+    ],
+)
+def test_buffers_in_eval_mode_that_differ_are_refused(widths, text):
+    def run():
+        model, optimizer = model_and_optimizer()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        norms = nn.Sequential(*(nn.BatchNorm1d(width) for width in ([3] if rank() == 0 else widths))).eval()
+        with torch.no_grad():
+            list(batches())
+        del norms
+
+    with pytest.raises(parwrap.errors.RankMismatchError, match=text):
+        distributed(run)
+
+
+@pytest.mark.ranks(2)
 def test_buffers_that_training_changes_are_rank_zeros():
     def run():
         model, optimizer = model_and_optimizer(Codebook)

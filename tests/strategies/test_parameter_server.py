@@ -540,7 +540,7 @@ def scales(weight):
         (without_an_optimizer, r"test_parameter_server.py:\d+ runs a backward before any optimizer is built"),
         (casts, r"test_parameter_server.py:\d+ casts parameters that a parameter server holds, which keep their dtype there"),
         (of_a_local_class, r"a Local cannot be sent to the parameter servers \(.*\): define its class at the top level of a module"),
-        (scales, r"a loss scale at test_parameter_server.py:\d+ leaves out steps whose gradients overflow"),
+        (scales, r"the loss scale at test_parameter_server.py:\d+ skips a step where the gradients of one worker overflow"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused(train_wrongly, text):
