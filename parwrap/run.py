@@ -57,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_launch(argv, environ, gpu_count(), cores())
         if plan.dry_run:
             return _describe(plan, environ)
-        if plan.notice:
-            print(f"parwrap.run: {plan.notice}", file=sys.stderr)
         if not plan.in_this_process:
+            _print_notice(plan)
             if plan.torchrun.start_method == "forkserver" and not forks:
                 reexec.with_what_ranks_need()
                 _start_fork_server(argv)
@@ -78,8 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     reexec.as_plain_python()
     from parwrap.launching.script import run_alone
 
+    _print_notice(plan)
     run_alone(plan.script)
     return 0
+
+
+def _print_notice(plan: LaunchPlan) -> None:
+    if plan.notice:
+        print(f"parwrap.run: {plan.notice}", file=sys.stderr)
 
 
 def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:

@@ -141,8 +141,8 @@ class Pipelines:
         self._said.add((place, is_part))
         if opened.trains and self._optimizers.trained > opened.trained_before:
             self._say(
-                f"{place} read {opened.samples} of {opened.whole} samples on each of {self._size} ranks; add up what is summed over a "
-                "pass with parwrap.reduce_sum"
+                f"{place} read {opened.samples} of {opened.whole} samples on each of {self._size} ranks, its share; parwrap.reduce_sum "
+                "adds up what the script counts over a pass"
             )
             return
         remedy = "read it without random_shuffle= and shuffle_after_epoch=" if is_part else "wrap the loop in torch.no_grad()"

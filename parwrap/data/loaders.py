@@ -336,8 +336,8 @@ class Loaders(Interceptor):
             self._said.add(opened.place)
             of = f" of {opened.whole}" if opened.whole is not None else ""
             self._say(
-                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks; add up what is summed over a pass with "
-                "parwrap.reduce_sum"
+                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks, its share; parwrap.reduce_sum adds up "
+                "what the script counts over a pass"
             )
 
     def _note_unused(self, known: _Known, opened: Pass) -> None:

@@ -174,7 +174,10 @@ class _Merge:
             tensors = [torch.from_numpy(np.ascontiguousarray(each).reshape(each.shape)) for each in results]
             return self._array(kind, tensors, name).numpy().astype(first.dtype)
         if first.dtype == torch.bool:
-            raise UsageError(f"evaluate(reduce={kind!r}): {name} is of type bool, which has no {kind}: pass a function as reduce.")
+            raise UsageError(
+                f"evaluate(reduce={kind!r}): {name} is a tensor of bools, which have no {kind}: return a count, such as `mask.sum()`, or "
+                "pass a function as reduce."
+            )
         if not (first.is_floating_point() or first.is_complex()):
             if kind == "mean":
                 raise _no_mean(name)

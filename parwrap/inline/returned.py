@@ -92,7 +92,7 @@ class CallersObjects:
         return torch.load(path, weights_only=False, map_location=where, pickle_module=pickle_module(Unpickler=Unpickler))
 
     def now(self) -> list[Any]:
-        """What shows later which tensors have changed."""
+        """A snapshot of the state of each tensor, to find out later which have changed."""
         # they are kept, because otherwise other memory could get their address
         return [(_state_of(each), each.detach()) if _is_tensor(each) else (None, None) for each in self._objects]
 

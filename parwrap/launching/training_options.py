@@ -46,12 +46,16 @@ def _choice(text: str) -> str:
 SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "backend": {"help": "Backend of the process group; by default nccl for GPUs and gloo for the CPU."},
     "seed": {"type": _whole, "help": "Seed of torch, numpy and python on all ranks."},
-    "batch": {"help": "per_rank: each rank takes whole batches; global: each takes its part of every batch."},
-    "uneven": {"help": "If samples do not divide evenly: pad repeats some; drop skips some; join uses each once."},
-    "lr": {"help": "How learning rates follow the larger global batch: keep, linear or sqrt."},
-    "loss": {"help": "How the loss combines the samples of a batch: mean or sum."},
-    "draws": {"help": "by-pass: ranks draw their own random numbers in training passes; per-rank: from the first backward on."},
-    "strategy": {"help": f"How ranks train together: {'; '.join(f'{name}: {text}' for name, text in CHOICES['strategy'].items())}."},
+    "batch": {"help": "per_rank: each rank takes whole batches; global: each takes its part of every batch; by default per_rank."},
+    "uneven": {"help": "If samples do not divide evenly: pad repeats some; drop skips some; join uses each once; by default pad."},
+    "lr": {"help": "How learning rates follow the larger global batch: keep, linear or sqrt; by default keep."},
+    "loss": {"help": "How the loss combines the samples of a batch: mean or sum; by default mean."},
+    "draws": {
+        "help": "by-pass: ranks draw their own random numbers in training passes; per-rank: from the first backward on; by default by-pass."
+    },
+    "strategy": {
+        "help": f"How ranks train together: {'; '.join(f'{name}: {text}' for name, text in CHOICES['strategy'].items())}; by default ddp."
+    },
     "bucket_cap_mb": {"type": _number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",
@@ -60,18 +64,18 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
     "powersgd_rank": {"type": _whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
     "wrap": {"type": _modules, "help": "With --strategy fsdp: modules to gather one by one: names of classes, or a number of parameters."},
-    "every": {"type": _whole, "help": "With --strategy local-sgd: average weights every N steps; by default 8."},
-    "warmup": {"type": _whole, "help": "With --strategy local-sgd: synchronous steps before the first local one."},
-    "outer": {"help": "With --strategy local-sgd: nesterov adds an outer optimizer, as in DiLoCo."},
+    "every": {"type": _whole, "help": "With --strategy local_sgd: average weights every N steps; by default 8."},
+    "warmup": {"type": _whole, "help": "With --strategy local_sgd: synchronous steps before the first local one."},
+    "outer": {"help": "With --strategy local_sgd: nesterov adds an outer optimizer, as in DiLoCo."},
     "outer_lr": {"type": _number, "help": "With --outer: its learning rate; by default 0.7."},
     "outer_momentum": {"type": _number, "help": "With --outer: its momentum; by default 0.9."},
     "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank at a time takes a step."},
-    "servers": {"type": _whole, "help": "With --strategy parameter-server: the number of servers, which are the last ranks; by default 1."},
+    "servers": {"type": _whole, "help": "With --strategy parameter_server: the number of servers, which are the last ranks; by default 1."},
     "staleness": {
         "type": _whole,
-        "help": "With --strategy parameter-server: how many steps a worker may be ahead of the slowest; 0: they step together.",
+        "help": "With --strategy parameter_server: how many steps a worker may be ahead of the slowest; 0: they step together.",
     },
-    "timeout": {"type": _number, "help": "Seconds that a rank waits for another."},
+    "timeout": {"type": _number, "help": "Seconds that a rank waits for another; by default 1800."},
 }
 """The arguments of ``argparse`` for each option of the scope."""
 

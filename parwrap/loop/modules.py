@@ -58,7 +58,7 @@ class Modules(Interceptor):
         self._outer.setdefault(module)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of ``parameter`` in an outer module of the script, else in its own, and its shape."""
+        """The longest name under which a module of the script holds ``parameter``, else the name in its own module; with its shape."""
         names = [name for module in list(self._outer) for name, each in module.named_parameters() if each is parameter]
         name = max(names, key=len, default=self._homes.get(parameter, "a parameter"))
         return f"{name} (shape {tuple(parameter.shape)})"

@@ -178,7 +178,7 @@ def open_group() -> Group | None:
 
 @contextmanager
 def within(group: Group | None, process_group: dist.ProcessGroup | None, world: World) -> Iterator[None]:
-    """Make ``group``, some of all ranks, the open group inside the block. On the other ranks it is ``None``: they act by themselves.
+    """Make ``group``, which has some of the ranks, the open group inside the block. On the other ranks it is ``None``: they act alone.
 
     Args:
         group: the group of these ranks.

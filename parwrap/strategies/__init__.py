@@ -1,1 +1,1 @@
-""""""
+"""How ranks train together: one file each where one tells the story."""

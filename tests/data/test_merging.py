@@ -147,7 +147,12 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             (False,),
             "evaluate(reduce='sum'): the result[0] is another on other ranks: True, False. Pass",
         ),
-        ("sum", torch.tensor([True]), torch.tensor([True]), "the result is of type bool, which has no sum: pass a function as reduce."),
+        (
+            "sum",
+            torch.tensor([True]),
+            torch.tensor([True]),
+            "the result is a tensor of bools, which have no sum: return a count, such as `mask.sum()`, or pass a function as reduce.",
+        ),
         ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on other ranks: 1, 2."),
         (
             "sum",
