@@ -122,6 +122,7 @@ def test_ranks_of_mpi_meet_in_a_folder(doctor):
     assert "self test  2 launched ranks, gloo on cpu: all sums right" in stdout
 
 
+@pytest.mark.slow
 def test_a_hang_between_launched_ranks_ends_in_time_and_shows_where_they_are(doctor, as_rank):
     ranks = [doctor("-c", STUCK, "4", **as_rank(rank)) for rank in range(2)]
     (code, stdout, _), (other_code, other_stdout, other_stderr) = map(ended, ranks)

@@ -140,8 +140,15 @@ def test_after_a_failure_finally_blocks_run_on_all_ranks_and_exit_handlers_on_ra
     assert time.monotonic() - began < 15
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["to the command", "to all processes"])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status", "to_all"),
+    [
+        (signal.SIGTERM, 143, False),
+        (signal.SIGINT, 130, True),
+        pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_runs_finally_blocks_once_and_ends_all(started, environ, leaving, number, status, to_all):
     path, noted = leaving
     process = started("-m", "parwrap.run", "--nproc-per-node", "2", path, "waits")

@@ -263,6 +263,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_another_kind_of_server_at_the_port_is_reported(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()

@@ -194,7 +194,7 @@ def test_latents_with_an_optimizer_that_are_kept_for_a_later_batch_are_an_error(
         train()
 
 
-NOT_AVERAGED = r"does not average the gradient of a tensor of shape \(2, 1\) .* nn\.Parameter\(tensor\) is averaged"
+NOT_AVERAGED = r"does not average the gradient of a tensor of shape \(2, 1\) .* make it an nn\.Parameter\(tensor\)"
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,25 @@ def test_autocast():
         expected = under_autocast()
 
     assert_same(expected, together, 5e-2)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_rank_that_raises_ends_the_wait_of_another_in_a_batch_norm():
+    @parwrap.distributed
+    @parwrap.sync_bn
+    def train():
+        model = build(nn.BatchNorm1d, torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if parwrap.rank() == 1 and step == 2:
+                raise ValueError("odd")
+            optimizer.zero_grad()
+            model(torch.randn(6, 3)).mean().backward()
+            optimizer.step()
+
+    begin = time.monotonic()
+    error, text = (ValueError, "odd") if parwrap.rank() else (parwrap.LockstepError, "rank 1 has raised")
+    with pytest.raises(error, match=text):
+        train()
+
+    assert time.monotonic() - begin < 10

@@ -87,6 +87,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank(run: Run):
     )
 
 
+@pytest.mark.slow
 def test_a_hang_of_a_process_that_a_rank_has_forked_shows_its_stack_too(run: Run):
     result = run(
         """
