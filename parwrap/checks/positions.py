@@ -244,12 +244,12 @@ class Positions:
             time.sleep(0.005)
 
     def check_wait(self, since: float, what: str, patience: float = 10.0) -> None:
-        """Check a wait for the node's first rank, which takes no part in a step meanwhile.
+        """Raise if the node's first rank, for which this rank waits outside of any step, will never do what this rank waits for.
 
         Args:
             since: the time, by ``time.monotonic()``, since which this rank waits.
             what: what it waits for.
-            patience: seconds after which that rank, if it waits for this one in a step, is not about to do it in another thread.
+            patience: seconds for which the first rank may wait for this one in a step, while another of its threads still writes.
 
         Raises:
             LockstepError: the first rank has raised, or waits for this one.

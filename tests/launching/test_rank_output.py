@@ -90,7 +90,7 @@ print("trained")
 
 
 def test_the_launcher_does_not_wait_for_a_process_that_outlives_its_rank(started, script):
-    """It leaves its process group, and ends when nobody reads any more."""
+    """It leaves its process group, and ends when no process reads its output."""
     path = script("import subprocess\nsubprocess.Popen(['yes'], start_new_session=True)")
     run = started("-m", "parwrap.run", "--plain", "--nproc-per-node", "2", "--all-ranks", path)
     run.communicate(timeout=60)
