@@ -5,10 +5,10 @@ thread each, train one pass after another in each way, in turns; a number is the
 same round. The last column shows how far the ratios spread (their quartiles). "by hand again" is the reference a second time: its distance
 from 1 is noise. Loaders, models and optimizers are the same in all ways. Accelerate and Fabric read their samples in another order.
 
-The second table has the microseconds of a step that are spent around torch's own forward, backward, ``next`` and update: by parwrap in its
-Python code, and by the hand-written loop in DDP's forward and in torch's wrappers. The difference is parwrap's own time. DDP's forward also
-broadcasts the buffers of "conv", which parwrap does before evaluation. Medians leave out the checksum of weights that is taken every 100th
-step; the first table has it.
+The second table has the microseconds of a step that are spent around torch's own ``next``, forward, loss, backward and update: by parwrap
+in its Python code, and by the hand-written loop in DDP's forward and in torch's wrappers. The difference is parwrap's own time. DDP's
+forward also broadcasts the buffers of "conv", which parwrap does before evaluation. Medians leave out the checksum of weights that is taken
+every 100th step; the first table has it.
 """
 
 from __future__ import annotations
@@ -90,12 +90,14 @@ class Loop(NamedTuple):
         optimizer: its optimizer.
         loader: a loader of this rank's batches.
         backward: runs the backward of a loss.
+        criterion: computes the loss; looks it up in torch, as scripts do.
     """
 
     model: nn.Module
     optimizer: Any
     loader: Any
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+    criterion: Callable[..., torch.Tensor] = lambda outputs, targets: F.cross_entropy(outputs, targets)
 
 
 class Turn(NamedTuple):
@@ -237,7 +239,7 @@ class Clock:
     def of_torch(self) -> Iterator[None]:
         """Inside the block, torch's backward, ``next`` and update are inner calls, also for whoever patches them later."""
         iterator = type(iter(DataLoader(TensorDataset(torch.zeros(1)))))
-        places = (torch.autograd, "backward"), (iterator, "__next__"), (sgd, "sgd")
+        places = (torch.autograd, "backward"), (iterator, "__next__"), (sgd, "sgd"), (torch._C._nn, "cross_entropy_loss")
         originals = [getattr(owner, name) for owner, name in places]
         for (owner, name), original in zip(places, originals, strict=True):
             setattr(owner, name, self.inside(original))
@@ -267,6 +269,7 @@ def _timed(loop: Loop, clock: Clock) -> Loop:
         _Named(zero_grad=loop.optimizer.zero_grad, step=clock.outside("step", loop.optimizer.step)),
         _TimedLoader(loop.loader, clock),
         clock.outside("backward", loop.backward),
+        clock.outside("loss", loop.criterion),
     )
 
 
@@ -291,13 +294,13 @@ class _TimedLoader:
 
 def train_pass(loop: Loop, epoch: int) -> float:
     """Train one pass; returns the seconds of all its steps but the first."""
-    model, optimizer, loader, backward = loop
+    model, optimizer, loader, backward, criterion = loop
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.set_epoch(epoch)
     began = 0.0
     for inputs, targets in loader:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
+        loss = criterion(model(inputs), targets)
         backward(loss)
         optimizer.step()
         began = began or time.perf_counter()
@@ -348,7 +351,7 @@ def _print_steps(case: str, taken: dict[str, list[Turn]]) -> None:
         print(f"{case:8}weights by hand and of parwrap: {'equal, bit for bit' if len(weights) == 1 else 'DIFFERENT'}", flush=True)
 
 
-PARTS = "next", "forward", "backward", "step"
+PARTS = "next", "forward", "loss", "backward", "step"
 
 
 def _print_own_time(case: str, meetings: Iterator[str]) -> None:

@@ -53,6 +53,8 @@ class State(IntEnum):
     """It sends a control message inside of a backward, as synchronized batch norms do."""
 
 
+RUNS, BACKWARD, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.AVERAGES))  # each step compares these
+
 _openings: Counter[Path] = Counter()
 """How many times this process has opened pages in each folder. All ranks that share it count alike."""
 
@@ -203,10 +205,13 @@ class Positions:
 
     def _differs(self, other: int) -> bool:
         """Whether another rank of the node waits for something else than this rank, as far as one look shows."""
-        numbers, at, mine = self._numbers, other * WORDS, self.mine
-        if numbers[at + STATE] == State.RUNS:
+        numbers, at = self._numbers, other * WORDS
+        state = numbers[at + STATE]
+        if state == RUNS:
             return False
-        return (numbers[at + 1], numbers[at + STATE], numbers[at + 3], numbers[at + 4]) != mine[:4]
+        if state == AVERAGES:  # of the same backward, which this rank may have reached the end of as well
+            state = BACKWARD
+        return (numbers[at + 1], state, numbers[at + 3], numbers[at + 4]) != self.mine[:4]
 
     def run(self) -> None:
         """Say that this rank has what it waited for."""

@@ -40,8 +40,11 @@ class Interceptor:
     def backward(self, call: Backward) -> None:
         """``loss.backward()`` or ``torch.autograd.backward(losses)`` was called."""
 
-    def criterion(self, call: Criterion) -> torch.Tensor:
-        """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the loss that the script gets."""
+    def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
+        """``cross_entropy`` or ``nll_loss`` has returned ``loss``; ``mean`` describes it if it is a mean over classes.
+
+        Returns the loss that the script gets.
+        """
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""

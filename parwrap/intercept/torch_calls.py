@@ -189,17 +189,20 @@ def _criterion(interceptor: Interceptor) -> Patches:
     def patch(name: str) -> Patch:
         signature = inspect.signature(getattr(functional, name))
 
-        def criterion(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            loss = wrapped(*args, **kwargs)
-            if torch.compiler.is_compiling() or not isinstance(loss, torch.Tensor) or is_transformed(loss) or not loss.requires_grad:
-                return loss  # inside of torch.func a loss has no graph of its own
+        def mean(loss: torch.Tensor, args: tuple, kwargs: dict) -> Criterion | None:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             named = given.arguments
             a_mean = named["reduction"] == "mean" and named["reduce"] is not False and named["size_average"] is not False
             if not a_mean or named["target"].is_floating_point():
-                return loss
-            return interceptor.criterion(Criterion(loss, named["target"], named["weight"], named["ignore_index"]))
+                return None
+            return Criterion(loss, named["target"], named["weight"], named["ignore_index"])
+
+        def criterion(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            loss = wrapped(*args, **kwargs)
+            if torch.compiler.is_compiling() or not isinstance(loss, torch.Tensor) or is_transformed(loss) or not loss.requires_grad:
+                return loss  # inside of torch.func a loss has no graph of its own
+            return interceptor.criterion(loss, lambda: mean(loss, args, kwargs))
 
         return Patch(functional, name, criterion)
 

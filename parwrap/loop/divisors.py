@@ -75,12 +75,12 @@ class Divisors(Interceptor):
         self._group, self._passes, self._options = group, passes, options
         self._open: list[tuple[weakref.ref[Node], _MeanLoss]] = []
 
-    def criterion(self, call: Criterion) -> torch.Tensor:
-        if self._options().batch != "global" or is_alone() or not self._passes.in_weighted_batch:
-            return call.loss
-        mean = _MeanLoss(call)
-        result = cast(torch.Tensor, _Weighted.apply(call.loss, mean))
-        self._open.append((weakref.ref(cast(Node, result.grad_fn)), mean))
+    def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
+        if self._options().batch != "global" or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
+            return loss
+        mean_loss = _MeanLoss(call)
+        result = cast(torch.Tensor, _Weighted.apply(loss, mean_loss))
+        self._open.append((weakref.ref(cast(Node, result.grad_fn)), mean_loss))
         return result
 
     def weigh(self, call: Backward) -> torch.Tensor | None:

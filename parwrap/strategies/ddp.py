@@ -89,7 +89,7 @@ class DDP(Strategy):
 
         # run the backward, while torch's hooks average the buckets
         root, added = loop.losses.root(call), loop.divisors.weigh(call)
-        loss = None if root is None else root.detach() if added is None else root.detach() + added
+        loss = None if root is None else root.data if added is None else root.data + added
         weighted = call
         if scale != 1.0:
             weighted, loss = call.times(scale), None if loss is None else loss * scale

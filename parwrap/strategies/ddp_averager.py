@@ -94,9 +94,11 @@ class GradientAverager:
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._facts = facts = torch.zeros(len(self.parameters) + len(others) + NUMBERS, dtype=dtype, device=device)
         facts[:-NUMBERS] = 1
-        # numpy writes a few numbers in a tenth of torch's time
+        # numpy reads and writes a few numbers in a tenth of torch's time
         self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
         self._signal = nn.Parameter(torch.zeros_like(facts))
+        self._signal.grad = self._means = torch.zeros_like(facts)
+        self._means_on_host = None if facts.is_cuda else self._means.numpy()
         report = weakref.WeakMethod(self._report)  # autograd keeps its hooks alive, where no collector finds the cycle
         self._signal.register_hook(lambda grad: cast(Callable[[], torch.Tensor], report())())
         # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
@@ -139,12 +141,18 @@ class GradientAverager:
 
     def received(self) -> list[float] | torch.Tensor:
         """The means of the numbers of the last backward, indexed by :class:`Entry`; of a GPU as a tensor of shape ``(NUMBERS,)``."""
-        means = cast(torch.Tensor, self._signal.grad)
-        return means[-NUMBERS:] if self._numbers is None else means.numpy()[-NUMBERS:].tolist()
+        self._find_means()
+        return self._means[-NUMBERS:] if self._means_on_host is None else self._means_on_host[-NUMBERS:].tolist()
+
+    def _find_means(self) -> None:
+        """The signal's gradient is the same tensor in every backward, but DDP puts a view of its bucket there if it may."""
+        if self._signal.grad is not self._means:
+            self._means = cast(torch.Tensor, self._signal.grad)
+            self._means_on_host = None if self._means.is_cuda else self._means.numpy()
 
     def reached_others(self) -> set[int]:
         """The ids of the further parameters that the last backward has reached on any rank."""
-        bits = cast(torch.Tensor, self._signal.grad)[len(self.parameters) : -NUMBERS].tolist()
+        bits = self._means[len(self.parameters) : -NUMBERS].tolist()
         return {number for number, bit in zip(self._others, bits, strict=True) if bit > 0}
 
     def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
@@ -163,18 +171,23 @@ class GradientAverager:
                 facts[Entry.LOSS] = high = loss.reshape(()).to(facts.dtype)
                 if facts.dtype != loss.dtype == torch.float64:
                     facts[Entry.LOSS_LOW] = (loss.reshape(()) - high).nan_to_num_(0, 0, 0).to(facts.dtype)
-        self._signal.grad, self.grows = None, False
+        if self._means_on_host is None:
+            self._means.zero_()
+        else:
+            self._means_on_host.fill(0)
+        self.grows = False
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 
     def _report(self) -> torch.Tensor:
         """This rank's bits and numbers: the gradient of the signal, for which autograd asks when all others are there."""
         self._at_end()
         reached = [*self._reached(), *(is_reached() for is_reached in self._others.values())]
+        if all(reached) and not self.grows:
+            return self._facts
         facts = self._facts.clone()
+        facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=facts.is_cuda), non_blocking=True)
         if self.grows:
             facts[Entry.GROWS] = 1
-        if not all(reached):
-            facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=facts.is_cuda), non_blocking=True)
         return facts
 
     def _reached(self) -> list[bool]:
