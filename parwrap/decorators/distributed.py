@@ -468,7 +468,9 @@ class _Scope(Interceptor):
         loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
         if options.strategy != "none":
-            self._undo.enter_context(intercepting_pipelines(Pipelines(*reading)))
+            pipelines = Pipelines(*reading)
+            self._undo.callback(pipelines.close)
+            self._undo.enter_context(intercepting_pipelines(pipelines))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
