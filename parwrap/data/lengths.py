@@ -1,7 +1,7 @@
 """Batches of samples of similar length: they save padding, and give equal work to ranks that step together.
 
 First the batch sampler, which knows nothing of loaders; then how lengths are read; then the interceptor of ``@uniform_length``, which
-regroups the batches of shuffled loaders and trims all batches. ``padding.py`` makes the batches, and ``loaders.py`` deals them out.
+regroups the batches of shuffled loaders and trims all batches. ``collate.py`` makes the batches, and ``loaders.py`` deals them out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate, get_worker_info
 
+from parwrap.data.collate import Trimmed, pad_collate
 from parwrap.data.loaders import marked_like
-from parwrap.data.padding import Trimmed, pad_collate
 from parwrap.data.samplers import DealtBatches, copied_with, is_plain, shuffles
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
