@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from inspect import Parameter, Signature
 from io import IOBase
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,9 @@ from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
+
+if TYPE_CHECKING:
+    from parwrap.strategies.ps_server import Server
 
 __all__ = [
     "average_gradients",
@@ -330,9 +333,14 @@ def _opened(
         return
     with ExitStack() as opened:
         whole = group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
+        server = None
         if whole is not None and options.strategy == "parameter_server":
-            group = opened.enter_context(_worker_or_server(whole, options, call, module, hidden, log, heard))
-        _scope = _Scope(group, options, opened.close, whole)
+            from parwrap.strategies.parameter_server import divided
+
+            _share_streams(whole)
+            trained: list[Any] = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
+            group, server = opened.enter_context(divided(whole, options, trained, call))
+        _scope = _Scope(group, options, opened.close, whole, server)
         try:
             with _scope.entered(call, module or module_of(call.function), hidden, log, heard):
                 yield
@@ -340,53 +348,25 @@ def _opened(
             _scope = None
 
 
-@contextmanager
-def _worker_or_server(
-    whole: Group, options: Options, call: Call, module: str | None, hidden: Iterable[str], log: str | None, heard: bool
-) -> Iterator[Group | None]:
-    """Yield the group of the workers of a parameter server. On a server it is ``None``, and its own first backward ends the block."""
-    from parwrap.strategies.parameter_server import divided, take_result
-    from parwrap.strategies.ps_server import Served, Server
-
-    _share_streams(whole)
-    with divided(whole, options, call.returned) as place, ExitStack() as opened:
-        if not isinstance(place, Server):
-            yield place
-            return
-        first: list[Any] = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
-        opened.enter_context(_without_variables(hidden))
-        opened.enter_context(output_of(whole.world.rank, log, heard))
-        opened.enter_context(_files_of_rank_zero(whole, whole, module))
-        opened.enter_context(Interrupts().installed())
-        opened.enter_context(intercepting([place, *([HiddenGroup()] if hidden else [])], module or module_of(call.function)))
-        try:
-            yield None
-            place.serve()
-        except Served:
-            pass
-        except SystemExit as ended:
-            if not ended.code:
-                place.serve()
-            raise
-        take_result(place, first, call.returned)
-
-
 class _Scope(Interceptor):
     """What is open while a distributed function runs.
 
     Args:
-        group: the process group; ``None`` on one rank.
+        group: the process group of the ranks that train; ``None`` on one rank and on a parameter server.
         options: the options of the innermost running function.
         leave_group: stops the process group, if it was started for this scope.
-        whole: the process group of all ranks, if others than those of ``group`` take part.
+        whole: the process group of all ranks; ``None`` on one rank.
+        server: what serves the workers, on a parameter server.
 
     Attributes:
         strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
         passes: the open passes; ``None`` likewise.
     """
 
-    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None = None) -> None:
-        self._group, self._options, self._leave_group, self._whole = group, options, leave_group, whole or group
+    def __init__(
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None, server: Server | None
+    ) -> None:
+        self._group, self._options, self._leave_group, self._whole, self._server = group, options, leave_group, whole, server
         self._undo = ExitStack()
         self.strategy: Strategy | None = None
         self.passes: Passes | None = None
@@ -399,16 +379,16 @@ class _Scope(Interceptor):
         with self._undo:
             self._undo.enter_context(_without_variables(hidden))
             interceptors = self._begin(call)
-            if self._group is not None:
-                output = self._undo.enter_context(output_of(self._group.world.rank, log, heard))
-                if self._same_step is not None:
-                    report = functools.partial(_report, self._group.world.rank, output)
+            if self._whole is not None:
+                output = self._undo.enter_context(output_of(self._whole.world.rank, log, heard))
+                check_wait = None
+                if self._group is not None and self._same_step is not None:
+                    report = functools.partial(_report, self._whole.world.rank, output)
                     self._undo.enter_context(watched(self._group, self._same_step.positions, report))
-                assert self._whole is not None
-                check_wait = {} if self._same_step is None else {"check_wait": self._same_step.positions.check_wait}
-                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group, module, **check_wait))
-            if hidden and self._group is not None:
-                interceptors.append(HiddenGroup())
+                    check_wait = self._same_step.positions.check_wait
+                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
+                if hidden:
+                    interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
                 with explained():
@@ -428,6 +408,8 @@ class _Scope(Interceptor):
 
     def _end(self, returns: bool) -> None:
         """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
+        if self._server is not None:
+            self._server.serve()
         if self._group is None or self._same_step is None or self.strategy is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
@@ -443,6 +425,9 @@ class _Scope(Interceptor):
         group, options = self._group, self._options
         if options.seed is not None:
             seed_all(options.seed)
+        if self._server is not None:
+            self._undo.enter_context(Interrupts().installed())
+            return [self._server]
         if group is None:
             return []
         streams = RandomStreams(group.world.rank)
@@ -572,12 +557,12 @@ def _report(rank: int, output: Output, text: str) -> None:
 
 
 @contextmanager
-def _files_of_rank_zero(whole: Group, group: Group, module: str | None, **options: CheckWait) -> Iterator[None]:
+def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wait: CheckWait | None) -> Iterator[None]:
     """Inside the block, of all ranks rank 0 alone writes files; after a barrier of ``group``, the others see what is there."""
     if whole.folder is None:
         yield
         return
-    with intercepting_files(whole, module, **options) as files:
+    with intercepting_files(whole, module, check_wait) as files:
         before, group.after_barrier = group.after_barrier, files.crossed
         try:
             yield
