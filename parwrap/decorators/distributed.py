@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from importlib import import_module
 from inspect import Parameter, Signature
 from io import IOBase
 from types import FrameType
@@ -81,35 +82,16 @@ NOT_HERE = {
 """Options of other tools that users may pass to ``distributed``, each with advice."""
 
 
-def strategy_of(options: Options) -> type[Strategy]:
-    """The class of the strategy that ``options`` name."""
-    if options.strategy == "none":
-        from parwrap.strategies.none import Independent
-
-        return Independent
-    if options.strategy == "zero1":
-        from parwrap.strategies.zero1 import Zero1
-
-        return Zero1
-    if options.strategy == "fsdp":
-        from parwrap.strategies.fsdp import FSDP
-
-        return FSDP
-    if options.strategy == "local_sgd":
-        from parwrap.strategies.local_sgd import LocalSGD
-
-        return LocalSGD
-    if options.strategy == "hogwild":
-        from parwrap.strategies.hogwild import Hogwild
-
-        return Hogwild
-    if options.strategy == "parameter_server":
-        from parwrap.strategies.parameter_server import ParameterServer
-
-        return ParameterServer
-    from parwrap.strategies.ddp import DDP
-
-    return DDP
+STRATEGIES = {
+    "none": "Independent",
+    "ddp": "DDP",
+    "zero1": "Zero1",
+    "fsdp": "FSDP",
+    "local_sgd": "LocalSGD",
+    "hogwild": "Hogwild",
+    "parameter_server": "ParameterServer",
+}
+"""The class of each strategy, whose file in ``strategies/`` has its name and is imported when it is used."""
 
 
 class distributed(ScopeDecorator):
@@ -447,7 +429,7 @@ class _Scope(Interceptor):
         divisors = Divisors(group, passes, lambda: self._options)
         loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
-        self.strategy = strategy_of(options)(loop)
+        self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
         self._undo.callback(self.strategy.close)
         reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say
         loaders = Loaders(*reading)
