@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parwrap.data.collate import pad_collate
     from parwrap.data.lengths import UniformLengthBatchSampler
     from parwrap.data.loaders import replicate, shard
-    from parwrap.data.padding import pad_collate
     from parwrap.decorators import amp as _amp
     from parwrap.decorators import data_parallel as _data_parallel
     from parwrap.decorators import evaluate as _evaluate
@@ -55,7 +55,7 @@ _HOMES = {
     "parwrap.data.loaders": ("replicate", "shard"),
     "parwrap.decorators.accumulate": ("accumulate",),
     "parwrap.decorators.amp": ("amp", "amp_state"),
-    "parwrap.data.padding": ("pad_collate",),
+    "parwrap.data.collate": ("pad_collate",),
     "parwrap.decorators.batch_losses": ("gather_with_grad", "mean_over_ranks"),
     "parwrap.decorators.data_parallel": ("data_parallel",),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),

@@ -12,44 +12,31 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from parwrap.checks.same_data import Held
-from parwrap.data.loaders import ANOTHER_LOADER, trains
 from parwrap.data.samplers import DealtBatches, samples_in
+from parwrap.data.sources import ANOTHER_SOURCE, PassIterator, Sources
 from parwrap.errors import UsageError
 from parwrap.intercept.dali import pipelines_of, readers_of
 from parwrap.loop import random_streams
-from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Pass, Passes
-from parwrap.options import Options
+from parwrap.loop.passes import Pass
 from parwrap.places import Place, script_place, warn
-from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.group import is_alone
 
 __all__ = ["Pipelines"]
 
 NOTHING = object()
 
 
-class Pipelines:
-    """Gives each rank its share of pipelines that train; arguments are those of :class:`parwrap.data.loaders.Loaders`."""
+class Pipelines(Sources):
+    """Gives each rank its share of pipelines that train; arguments are those of :class:`parwrap.data.sources.Sources`."""
 
-    def __init__(
-        self,
-        group: Group,
-        options: Callable[[], Options],
-        passes: Passes,
-        optimizers: Optimizers,
-        begins: Callable[[bool], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._rank, self._size, self._options = group.world.rank, group.world.size, options
-        self._passes, self._optimizers, self._begins, self._say = passes, optimizers, begins, say
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._sharded: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # operators that got a shard
         self._built: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # pipelines with such a reader
         self._dealt: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose last pass was dealt
         self._seeds = 0
-        self._said: set[tuple[Place, bool]] = set()
+        self._warned: set[tuple[Place, bool]] = set()
 
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         shuffles = given.get("random_shuffle") or given.get("shuffle_after_epoch")
@@ -64,7 +51,7 @@ class Pipelines:
         if is_alone():
             return seed, size
         if seed is None:
-            seed = (self._passes.streams.seed() + ANOTHER_LOADER * self._seeds) % 2**62
+            seed = (self._passes.streams.seed() + ANOTHER_SOURCE * self._seeds) % 2**62
             self._seeds += 1
         held = next((self._sharded[each] for each in operators if each in self._sharded), None)
         if held is None:
@@ -91,65 +78,58 @@ class Pipelines:
         return whole // self._size if self._options().uneven == "drop" else math.ceil(whole / self._size)
 
     def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
-        return original(iterator) if is_alone() else self._read(iterator, original, script_place())
+        return original(iterator) if is_alone() else _Iteration(self, iterator, original)
 
-    def _read(self, iterator: Any, original: Callable[[Any], Iterator], place: Place) -> Iterator:
-        """The batches of a pass."""
-        training = trains(
-            gradients_on=torch.is_grad_enabled(), optimizer_built=self._optimizers.were_built, in_eval=self._optimizers.evaluate()
-        )
+    def begin(self, iteration: _Iteration) -> None:
+        iterator, training = iteration.iterator, self._may_train()
         readers = readers_of(pipelines_of(iterator))
-        is_part = any(_is_part(metas) for metas in readers.values())
+        iteration.is_part = is_part = any(_is_part(metas) for metas in readers.values())
         deals = training and bool(readers) and not is_part
         (self._dealt.add if deals else self._dealt.discard)(iterator)
-        opened = Pass(training, training and (is_part or deals), place, data=self._digits(iterator, readers) if training else ())
+        data = self._digits(iterator, readers) if training else ()
+        iteration.opened = opened = Pass(training, training and (is_part or deals), iteration.place, data=data)
         opened.trained_before = self._optimizers.trained
         opened.whole = next((metas[0]["epoch_size"] for metas in readers.values()), None)
         self._begins(training)
-        self._passes.begin(opened)
-        try:
-            self._passes.streams.use(random_streams.NONE)
-            batches: Iterator = _rest(original(iterator))
-            if deals:
-                batches = iter(DealtBatches(batches, self._rank, self._size, "drop" if self._options().uneven == "drop" else "pad"))
-            while True:
-                self._passes.streams.use(random_streams.NONE)
-                batch = next(batches, NOTHING)
-                self._passes.draw()
-                if batch is NOTHING:
-                    break
-                if training:
-                    self._passes.drew(opened, sum(samples_in([each]) for each in batch))  # type: ignore[attr-defined, misc]
-                yield batch
-            opened.exhausted = True
-        finally:
-            self._passes.end(opened)
-            self._passes.draw()
-            if training:
-                self._optimizers.ended_pass()
-        self._note_share(opened, is_part, place)
+        with self._passes.streams.used(random_streams.NONE):
+            iteration.batches = _rest(iteration.original(iterator))
+        if deals:
+            uneven = "drop" if self._options().uneven == "drop" else "pad"
+            iteration.batches = iter(DealtBatches(iteration.batches, self._rank, self._size, uneven))
+        self.go_on(iteration)
+
+    def end(self, iteration: _Iteration, exhausted: bool) -> None:
+        super().end(iteration, exhausted)
+        opened, place, is_part = iteration.opened, iteration.place, iteration.is_part
+        trained = opened.trains and self._trained_in(opened)
+        if not exhausted or trained or not (is_part or opened.shared) or (place, is_part) in self._warned:
+            return
+        self._warned.add((place, is_part))
+        remedy = "read it without random_shuffle= and shuffle_after_epoch=" if is_part else "wrap the loop in torch.no_grad()"
+        warn(
+            f"parwrap: {place} read a DALI pipeline, and no backward followed: what was computed is of this rank's share. For every rank "
+            f"to read everything, {remedy}."
+        )
 
     def _digits(self, iterator: Any, readers: Mapping[str, list[Mapping[str, Any]]]) -> tuple[int, ...]:
         """Digits of what all ranks must read alike, which travel with the first backward."""
         held = next((self._built[each] for each in pipelines_of(iterator) if each in self._built), Held())
         return held.digits(str([(name, metas[0]["epoch_size"]) for name, metas in readers.items()]))
 
-    def _note_share(self, opened: Pass, is_part: bool, place: Place) -> None:
-        """Say once what a pass has read that was of a share."""
-        if (place, is_part) in self._said or not (is_part or opened.shared):
-            return
-        self._said.add((place, is_part))
-        if opened.trains and self._optimizers.trained > opened.trained_before:
-            self._say(
-                f"{place} read {opened.samples} of {opened.whole} samples on each of {self._size} ranks, its share; parwrap.reduce_sum "
-                "adds up what the script counts over a pass"
-            )
-            return
-        remedy = "read it without random_shuffle= and shuffle_after_epoch=" if is_part else "wrap the loop in torch.no_grad()"
-        warn(
-            f"parwrap: {place} read a DALI pipeline, and no backward followed: what was computed is of this rank's share. For every rank "
-            f"to read everything, {remedy}."
-        )
+
+class _Iteration(PassIterator):
+    """The iterator of one pass over ``iterator``, whose batches hold a part of each pipeline; ``is_part``: its readers got a shard."""
+
+    opened: Pass
+    is_part: bool
+
+    def __init__(self, pipelines: Pipelines, iterator: Any, original: Callable[[Any], Iterator]) -> None:
+        super().__init__(pipelines, script_place())
+        self.iterator, self.original = iterator, original
+
+    @staticmethod
+    def samples_in(batch: Any) -> int:
+        return sum(samples_in(part) for part in batch)
 
 
 def _is_part(metas: list[Mapping[str, Any]]) -> bool:

@@ -1,7 +1,7 @@
 """Batches of samples of similar length: they save padding, and give equal work to ranks that step together.
 
 First the batch sampler, which knows nothing of loaders; then how lengths are read; then the interceptor of ``@uniform_length``, which
-regroups the batches of shuffled loaders and trims all batches. ``padding.py`` makes the batches, and ``loaders.py`` deals them out.
+regroups the batches of shuffled loaders and trims all batches. ``collate.py`` makes the batches, and ``loaders.py`` deals them out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate, get_worker_info
 
+from parwrap.data.collate import Trimmed, is_sequence, pad_collate
 from parwrap.data.loaders import marked_like
-from parwrap.data.padding import Trimmed, pad_collate
 from parwrap.data.samplers import DealtBatches, copied_with, is_plain, shuffles
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
@@ -394,8 +394,8 @@ def _found(sample: Any, pad_value: float | None) -> dict[Any, int]:
     if isinstance(sample, Mapping):
         fields = dict(sample)
     else:
-        fields = dict(enumerate(sample)) if isinstance(sample, (tuple, list)) and not _is_row(sample) else {None: sample}
-    fields = {name: field for name, field in fields.items() if _is_row(field)}
+        fields = dict(enumerate(sample)) if isinstance(sample, (tuple, list)) and not is_sequence(sample) else {None: sample}
+    fields = {name: field for name, field in fields.items() if is_sequence(field)}
     found: dict[Any, int] = {}
     if isinstance(sample, Mapping) and "attention_mask" in fields:
         found["mask"] = int(np.count_nonzero(np.asarray(fields["attention_mask"])))
@@ -404,12 +404,6 @@ def _found(sample: Any, pad_value: float | None) -> dict[Any, int]:
     if pad_value is not None:
         found |= {("real", name): _real_length(field, pad_value) for name, field in whole_numbers.items()}
     return found
-
-
-def _is_row(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.ndim > 0
-    return isinstance(value, list) and all(isinstance(each, (bool, int, float, np.number)) for each in value)
 
 
 def _real_length(sequence: Any, pad_value: float | None) -> int:

@@ -1,6 +1,6 @@
-"""Which passes over a DataLoader train, what each rank reads of them, and how long they are (contract, rules 2 and 3).
+"""What each rank reads of a DataLoader, and how long it is (contract, rules 2 and 3).
 
-The rules come first, as functions that touch nothing. ``Loaders`` asks them when a pass begins, which is at its first ``next``.
+The rule for lengths comes first, as a function that touches nothing. ``Loaders`` asks it, and decides what a pass reads when it begins.
 """
 
 from __future__ import annotations
@@ -39,44 +39,25 @@ from parwrap.data.samplers import (
     is_plain,
     refuse_nothing,
     resampled,
-    samples_in,
     share_length,
     shuffles,
 )
+from parwrap.data.sources import ANOTHER_SOURCE, PassIterator, Sources
 from parwrap.data.stateful import Reading, forwarded_states, take_state
-from parwrap.data.streams import CollatePart, EndsTogether, Part, part_of_stream, was_split
+from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_split
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
-from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Pass, Passes
-from parwrap.options import Options
+from parwrap.loop.passes import Pass
 from parwrap.places import Place, is_ours, script_place, warn
-from parwrap.ranks.group import Group, is_alone, is_reading_stream
+from parwrap.ranks.group import is_alone, is_reading_stream
 from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share", "trains"]
-
-ANOTHER_LOADER = 1_000_003
-"""Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
+__all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share"]
 
 _sharded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 _replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 """What users have said about loaders, in any scope."""
-
-
-def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:
-    """Whether a pass that begins now is a training pass (rule 2).
-
-    Args:
-        gradients_on: whether gradients are on.
-        optimizer_built: whether the script has built an optimizer.
-        in_eval: whether the models of the optimizers at work are in eval mode.
-
-    >>> trains(gradients_on=True, optimizer_built=True, in_eval=False), trains(gradients_on=True, optimizer_built=True, in_eval=True)
-    (True, False)
-    """
-    return gradients_on and optimizer_built and not in_eval
 
 
 def shows_share(*, last_trained: bool | None, gradients_on: bool, in_eval: bool, shuffled: bool) -> bool:
@@ -172,35 +153,13 @@ class _Known:
     iterated: weakref.ref[_Iteration] | None = None
 
 
-class Loaders(Interceptor):
-    """Gives each rank its share of training passes, and everything of all other passes.
+class Loaders(Sources, Interceptor):
+    """Gives each rank its share of training passes, and everything of all other passes; arguments are those of :class:`Sources`."""
 
-    Args:
-        group: the ranks.
-        options: a function that returns the options of the innermost running function.
-        passes: the open passes.
-        optimizers: the optimizers of the script.
-        begins: called when a pass begins, with whether it trains.
-        say: prints a line on rank 0.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        options: Callable[[], Options],
-        passes: Passes,
-        optimizers: Optimizers,
-        begins: Callable[[bool], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._group, self._rank, self._size = group, group.world.rank, group.world.size
-        self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
-        self._thread = threading.get_ident()
-        self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._seedings, self._loaders = 0, 0
-        self._said: set[Place] = set()
-        self._begins = begins
         self._collector: int | None = None  # the thread in which the garbage collector runs
         self._undo = ExitStack()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
@@ -217,7 +176,6 @@ class Loaders(Interceptor):
         return made
 
     def begin(self, iteration: _Iteration) -> None:
-        """Decide what ``iteration`` reads, and begin its pass."""
         loader, place = iteration.loader, iteration.place
         assert loader is not None
         iteration.known = known = self.known(loader)
@@ -227,12 +185,13 @@ class Loaders(Interceptor):
         training = self._trains(loader, known, place)
         shared = training and loader not in _replicated
         for each in list(known.open):
-            if training or not each.trains:
-                self._leave(known, each)
+            if training or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
+                known.open.remove(each)
+                self._leave(each)
         if not training or self.in_loop():
             self._begins(training)
         opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
-        opened.repeats = last is not None and last.place == place and not last.exhausted and self._optimizers.trained > last.trained_before
+        opened.repeats = last is not None and last.place == place and not last.exhausted and self._trained_in(last)
         iteration.opened, known.last = opened, opened
         if shared:
             self._begin_share(iteration, loader, known, opened)
@@ -244,19 +203,11 @@ class Loaders(Interceptor):
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
         opened.trained_before, opened.whole = self._optimizers.trained, _samples(loader)
         self.go_on(iteration)
-        self._open.add(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
     def _trains(self, loader: DataLoader, known: _Known, place: Place) -> bool:
         """Whether a pass over ``loader`` that begins now trains."""
-        return loader in _sharded or (
-            place not in known.whole_at
-            and trains(
-                gradients_on=torch.is_grad_enabled(),
-                optimizer_built=self._optimizers.were_built,
-                in_eval=self._optimizers.evaluate(),
-            )
-        )
+        return loader in _sharded or (place not in known.whole_at and self._may_train())
 
     def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         if self._options().uneven == "drop":
@@ -298,19 +249,8 @@ class Loaders(Interceptor):
         opened.weights = deque() if options.uneven == "join" else None
 
     def go_on(self, iteration: _Iteration) -> None:
-        """Open the pass of ``iteration``, which begins, or is read on after another pass over its loader has ended it."""
-        opened, known = iteration.opened, iteration.known
-        assert opened is not None
-        assert known is not None
-        known.open.append(opened)
-        self._passes.begin(opened)
-
-    def _leave(self, known: _Known, opened: Pass) -> None:
-        """End a pass that may be read on: its loader begins another one, and the script may hold its iterator for nothing."""
-        known.open.remove(opened)
-        self._passes.end(opened)
-        if opened.trains:
-            self._optimizers.ended_pass()
+        iteration.known.open.append(iteration.opened)
+        super().go_on(iteration)
 
     def _note_line_that_begins_again(self, known: _Known, place: Place) -> None:
         """Note a line that has dropped a training pass without a backward and begins it again."""
@@ -319,30 +259,16 @@ class Loaders(Interceptor):
             self._note_unused(known, last)
 
     def end(self, iteration: _Iteration, exhausted: bool) -> None:
-        """End the pass of ``iteration``."""
         opened, known = iteration.opened, iteration.known
-        assert opened is not None
-        assert known is not None
-        opened.exhausted = exhausted
         if opened in known.open:
-            self._leave(known, opened)
-        if self.in_loop():
-            self._passes.draw()
-        if not opened.shared:
-            return
-        if exhausted:
+            known.open.remove(opened)
+        super().end(iteration, exhausted)
+        if exhausted and opened.shared:
             self._note_unused(known, opened)
-        if opened.drawn and opened.place not in self._said and self._optimizers.trained > opened.trained_before:
-            self._said.add(opened.place)
-            of = f" of {opened.whole}" if opened.whole is not None else ""
-            self._say(
-                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks, its share; parwrap.reduce_sum adds up "
-                "what the script counts over a pass"
-            )
 
     def _note_unused(self, known: _Known, opened: Pass) -> None:
         """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
-        if not opened.drawn or self._optimizers.trained > opened.trained_before or opened.place in known.whole_at or opened.said:
+        if not opened.drawn or self._trained_in(opened) or opened.place in known.whole_at or opened.said:
             return
         known.whole_at.add(opened.place)
         known.epoch -= 1
@@ -351,10 +277,6 @@ class Loaders(Interceptor):
             "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
             "you keep the batches to train on them later, write parwrap.shard(loader)."
         )
-
-    def in_loop(self) -> bool:
-        """Whether the thread of the loop runs this code. Only it switches streams, because torch's is the whole process's."""
-        return threading.get_ident() == self._thread
 
     def drops(self) -> bool:
         """Whether the script drops an iterator that is finalized now; not the garbage collector, which runs at other times on each rank."""
@@ -444,7 +366,7 @@ class Loaders(Interceptor):
         if known.seed is None:
             generator = getattr(_sampler(loader), "generator", None) or loader.generator
             seed = self._passes.streams.seed() if generator is None else generator.initial_seed()
-            known.seed = (seed + ANOTHER_LOADER * self._loaders) % 2**62
+            known.seed = (seed + ANOTHER_SOURCE * self._loaders) % 2**62
             self._loaders += 1
         return known.seed
 
@@ -528,87 +450,30 @@ class Loaders(Interceptor):
         known.epoch, known.seed, known.copy = epoch, seed, None
 
     def close(self) -> None:
-        """Let passes that outlive the scope read on, without switching streams."""
         self._undo.close()
-        for iteration in list(self._open):
-            iteration.detach()
+        super().close()
 
 
 DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""
 
 
-class _Iteration:
-    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped."""
+class _Iteration(PassIterator):
+    """The iterator of one pass over ``loader``."""
+
+    opened: Pass
+    known: _Known
 
     def __init__(
         self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place, workers_seed: int | None
     ) -> None:
-        self.workers_seed = workers_seed
+        super().__init__(loaders, place)
         self.loader: DataLoader | None = loader
-        self._weakly, self.original, self.place = weakref.ref(loader), original, place
-        self.known: _Known | None = None
-        self._loaders: Loaders | None = loaders
-        self._passes = loaders._passes
-        self.opened: Pass | None = None
-        self.batches: Iterator | None = None
-        self.reading: frozenset[str] = random_streams.NONE
-
-    def __iter__(self) -> _Iteration:
-        return self
+        self._weakly, self.original, self.workers_seed = weakref.ref(loader), original, workers_seed
 
     def __len__(self) -> int:
         loader = self._weakly()
         return 0 if loader is None else len(loader)
-
-    def __next__(self) -> Any:
-        loaders = self._loaders
-        if loaders is None:
-            batch = next(self.batches if self.batches is not None else iter(()))
-            return batch.batch if type(batch) is Part else batch
-        begins = self.batches is None
-        if begins:
-            loaders.begin(self)
-        elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
-            loaders.go_on(self)
-        if loaders.in_loop():
-            before = self._passes.streams.use(self.reading)
-            batch = self._read()
-            if begins or before is not self.reading:
-                self._passes.draw()
-        else:
-            batch = self._read()
-        opened = self.opened
-        if opened is not None and opened.trains:
-            if type(batch) is Part:
-                opened.weights.append(batch.weight)  # type: ignore[union-attr]
-                batch = batch.batch
-            self._passes.drew(opened, samples_in(batch))
-        return batch
-
-    def _read(self) -> Any:
-        try:
-            return next(self.batches)  # type: ignore[arg-type]
-        except BaseException as error:
-            self.finish(exhausted=isinstance(error, StopIteration))
-            raise
-
-    def finish(self, exhausted: bool) -> None:
-        """End the pass."""
-        loaders = self.detach()
-        if loaders is not None and self.opened is not None:
-            self.batches = iter(())
-            loaders.end(self, exhausted)
-
-    def detach(self) -> Loaders | None:
-        """Read on without a scope."""
-        loaders, self._loaders = self._loaders, None
-        return loaders
-
-    def __del__(self) -> None:
-        loaders = getattr(self, "_loaders", None)
-        if loaders is not None and loaders.drops():
-            self.finish(exhausted=False)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ REDUCTIONS = {
 
 CONSTANT = (str, bytes, bool, np.bool_, Enum, type, type(None), torch.dtype, torch.device, PathLike)
 
-NOISE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+NOISE: dict[Any, float] = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """How far sums in another order may differ, relative to the largest number; a Python float may be a sum in ``float32``."""
 LEAST_NOISE = 2e-6
 
@@ -103,7 +103,7 @@ class _Merge:
 
     def _of_each(self, kind: str, results: list[Any], name: str) -> Any:
         first = results[0]
-        if isinstance(first, (bool, *CONSTANT)):
+        if isinstance(first, CONSTANT):
             return _same(kind, results, name)
         if all(isinstance(each, Number) for each in results):
             return self._number(kind, results, name)
@@ -148,21 +148,18 @@ class _Merge:
         return of
 
     def _number(self, kind: str, results: list[Any], name: str) -> Any:
-        whole = next((each for each in results if not _is_whole(each)), None)
         if kind == "gather":
             raise UsageError(
                 f"evaluate(reduce='gather'): {name} is a number, {results[0]!r}: return a list or a tensor, or use 'sum' or 'mean' for "
                 "it, for example reduce={'predictions': 'gather', 'correct': 'sum'}."
             )
-        if whole is None:
+        inexact = next((each for each in results if not isinstance(each, (int, np.integer))), None)
+        if inexact is None:
             if kind == "mean":
                 raise _no_mean(name)
             total = sum(int(each) for each in results)
             return type(results[0])(total) if isinstance(results[0], np.generic) else total
-        kind_of = type(whole)
-        if kind == "mean":
-            return kind_of(self._mean(results))
-        return kind_of(_sum(results))
+        return type(inexact)(self._mean(results) if kind == "mean" else _sum(results))
 
     def _array(self, kind: str, results: list[Any], name: str) -> Any:
         if len({tuple(each.shape) for each in results}) > 1:
@@ -305,10 +302,6 @@ def _sum(numbers: Iterable[Any]) -> Any:
     return sum(values)
 
 
-def _is_whole(number: Any) -> bool:
-    return isinstance(number, (int, np.integer))
-
-
 def _proportional(some: list[int], others: list[int]) -> bool:
     return all(one * sum(others) == other * sum(some) for one, other in zip(some, others, strict=True))
 
@@ -356,13 +349,7 @@ def compared(whole: Any, shared: Any, parts: Sequence[Any]) -> Compared:
         values = [value for part in of_parts if (value := _numbers(part.get(place))) is not None and value.shape == one.shape]
         scale = max((_largest(value) for value in (one, *values)), default=0.0)
         error = _apart(one, other) / scale if scale else _apart(one, other)
-        noise = (
-            0.0
-            if one.dtype.kind in "biu"
-            else NOISE.get(of_whole.dtype, LEAST_NOISE)
-            if isinstance(of_whole, torch.Tensor)
-            else LEAST_NOISE
-        )
+        noise = 0.0 if one.dtype.kind in "biu" else NOISE.get(getattr(of_whole, "dtype", None), LEAST_NOISE)
         if not error <= noise:
             differing.append((place, actual[place], of_whole))
         elif one.dtype.kind == "f" and len(values) == len(parts) > 1 and one.size:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from importlib import import_module
 from inspect import Parameter, Signature
 from io import IOBase
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,9 @@ from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 
+if TYPE_CHECKING:
+    from parwrap.strategies.ps_server import Server
+
 __all__ = [
     "average_gradients",
     "distributed",
@@ -78,35 +82,16 @@ NOT_HERE = {
 """Options of other tools that users may pass to ``distributed``, each with advice."""
 
 
-def strategy_of(options: Options) -> type[Strategy]:
-    """The class of the strategy that ``options`` name."""
-    if options.strategy == "none":
-        from parwrap.strategies.none import Independent
-
-        return Independent
-    if options.strategy == "zero1":
-        from parwrap.strategies.zero1 import Zero1
-
-        return Zero1
-    if options.strategy == "fsdp":
-        from parwrap.strategies.fsdp import FSDP
-
-        return FSDP
-    if options.strategy == "local_sgd":
-        from parwrap.strategies.local_sgd import LocalSGD
-
-        return LocalSGD
-    if options.strategy == "hogwild":
-        from parwrap.strategies.hogwild import Hogwild
-
-        return Hogwild
-    if options.strategy == "parameter_server":
-        from parwrap.strategies.parameter_server import ParameterServer
-
-        return ParameterServer
-    from parwrap.strategies.ddp import DDP
-
-    return DDP
+STRATEGIES = {
+    "none": "Independent",
+    "ddp": "DDP",
+    "zero1": "Zero1",
+    "fsdp": "FSDP",
+    "local_sgd": "LocalSGD",
+    "hogwild": "Hogwild",
+    "parameter_server": "ParameterServer",
+}
+"""The class of each strategy, whose file in ``strategies/`` has its name and is imported when it is used."""
 
 
 class distributed(ScopeDecorator):
@@ -330,9 +315,14 @@ def _opened(
         return
     with ExitStack() as opened:
         whole = group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
+        server = None
         if whole is not None and options.strategy == "parameter_server":
-            group = opened.enter_context(_worker_or_server(whole, options, call, module, hidden, log, heard))
-        _scope = _Scope(group, options, opened.close, whole)
+            from parwrap.strategies.parameter_server import divided
+
+            _share_streams(whole)
+            trained: list[Any] = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
+            group, server = opened.enter_context(divided(whole, options, trained, call))
+        _scope = _Scope(group, options, opened.close, whole, server)
         try:
             with _scope.entered(call, module or module_of(call.function), hidden, log, heard):
                 yield
@@ -340,53 +330,25 @@ def _opened(
             _scope = None
 
 
-@contextmanager
-def _worker_or_server(
-    whole: Group, options: Options, call: Call, module: str | None, hidden: Iterable[str], log: str | None, heard: bool
-) -> Iterator[Group | None]:
-    """Yield the group of the workers of a parameter server. On a server it is ``None``, and its own first backward ends the block."""
-    from parwrap.strategies.parameter_server import divided, take_result
-    from parwrap.strategies.ps_server import Served, Server
-
-    _share_streams(whole)
-    with divided(whole, options, call.returned) as place, ExitStack() as opened:
-        if not isinstance(place, Server):
-            yield place
-            return
-        first: list[Any] = [*reachable(nn.Module, call), *reachable(torch.optim.Optimizer, call)]
-        opened.enter_context(_without_variables(hidden))
-        opened.enter_context(output_of(whole.world.rank, log, heard))
-        opened.enter_context(_files_of_rank_zero(whole, whole, module))
-        opened.enter_context(Interrupts().installed())
-        opened.enter_context(intercepting([place, *([HiddenGroup()] if hidden else [])], module or module_of(call.function)))
-        try:
-            yield None
-            place.serve()
-        except Served:
-            pass
-        except SystemExit as ended:
-            if not ended.code:
-                place.serve()
-            raise
-        take_result(place, first, call.returned)
-
-
 class _Scope(Interceptor):
     """What is open while a distributed function runs.
 
     Args:
-        group: the process group; ``None`` on one rank.
+        group: the process group of the ranks that train; ``None`` on one rank and on a parameter server.
         options: the options of the innermost running function.
         leave_group: stops the process group, if it was started for this scope.
-        whole: the process group of all ranks, if others than those of ``group`` take part.
+        whole: the process group of all ranks; ``None`` on one rank.
+        server: what serves the workers, on a parameter server.
 
     Attributes:
         strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
         passes: the open passes; ``None`` likewise.
     """
 
-    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None = None) -> None:
-        self._group, self._options, self._leave_group, self._whole = group, options, leave_group, whole or group
+    def __init__(
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None, server: Server | None
+    ) -> None:
+        self._group, self._options, self._leave_group, self._whole, self._server = group, options, leave_group, whole, server
         self._undo = ExitStack()
         self.strategy: Strategy | None = None
         self.passes: Passes | None = None
@@ -399,16 +361,16 @@ class _Scope(Interceptor):
         with self._undo:
             self._undo.enter_context(_without_variables(hidden))
             interceptors = self._begin(call)
-            if self._group is not None:
-                output = self._undo.enter_context(output_of(self._group.world.rank, log, heard))
-                if self._same_step is not None:
-                    report = functools.partial(_report, self._group.world.rank, output)
+            if self._whole is not None:
+                output = self._undo.enter_context(output_of(self._whole.world.rank, log, heard))
+                check_wait = None
+                if self._group is not None and self._same_step is not None:
+                    report = functools.partial(_report, self._whole.world.rank, output)
                     self._undo.enter_context(watched(self._group, self._same_step.positions, report))
-                assert self._whole is not None
-                check_wait = {} if self._same_step is None else {"check_wait": self._same_step.positions.check_wait}
-                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group, module, **check_wait))
-            if hidden and self._group is not None:
-                interceptors.append(HiddenGroup())
+                    check_wait = self._same_step.positions.check_wait
+                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
+                if hidden:
+                    interceptors.append(HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
                 with explained():
@@ -428,6 +390,8 @@ class _Scope(Interceptor):
 
     def _end(self, returns: bool) -> None:
         """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
+        if self._server is not None:
+            self._server.serve()
         if self._group is None or self._same_step is None or self.strategy is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
@@ -443,6 +407,9 @@ class _Scope(Interceptor):
         group, options = self._group, self._options
         if options.seed is not None:
             seed_all(options.seed)
+        if self._server is not None:
+            self._undo.enter_context(Interrupts().installed())
+            return [self._server]
         if group is None:
             return []
         streams = RandomStreams(group.world.rank)
@@ -462,13 +429,15 @@ class _Scope(Interceptor):
         divisors = Divisors(group, passes, lambda: self._options)
         loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
-        self.strategy = strategy_of(options)(loop)
+        self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
         self._undo.callback(self.strategy.close)
         reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say
         loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
         if options.strategy != "none":
-            self._undo.enter_context(intercepting_pipelines(Pipelines(*reading)))
+            pipelines = Pipelines(*reading)
+            self._undo.callback(pipelines.close)
+            self._undo.enter_context(intercepting_pipelines(pipelines))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
@@ -570,12 +539,12 @@ def _report(rank: int, output: Output, text: str) -> None:
 
 
 @contextmanager
-def _files_of_rank_zero(whole: Group, group: Group, module: str | None, **options: CheckWait) -> Iterator[None]:
+def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wait: CheckWait | None) -> Iterator[None]:
     """Inside the block, of all ranks rank 0 alone writes files; after a barrier of ``group``, the others see what is there."""
     if whole.folder is None:
         yield
         return
-    with intercepting_files(whole, module, **options) as files:
+    with intercepting_files(whole, module, check_wait) as files:
         before, group.after_barrier = group.after_barrier, files.crossed
         try:
             yield

@@ -1,6 +1,6 @@
 """``@evaluate``: the ranks of a plain ``evaluate(model, loader)`` together read each sample once, and return what one process would.
 
-``data/evaluation.py`` divides the data, ``data/merging.py`` merges the ranks' results and compares them with those of the whole.
+``data/evaluation_shares.py`` divides the data, ``data/merging.py`` merges the ranks' results and compares them with those of the whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from parwrap.data.evaluation import Evaluation, check
+from parwrap.data.evaluation_shares import Evaluation, check
 from parwrap.data.merging import REDUCTIONS, Part, Passed, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated

@@ -70,8 +70,8 @@ def named(call: Call) -> dict[str, Any]:
     >>> named(Call(train, ("model",)))
     {'model': 'model', 'MOST': 1000}
     """
-    function: Any
-    function, args, kwargs, _ = call
+    function: Any = call.function
+    args, kwargs = call.args, call.kwargs
     while isinstance(function, partial):
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     names = _arguments(function, args, kwargs)

@@ -12,8 +12,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from parwrap.errors import UsageError
 
@@ -22,13 +23,18 @@ F = TypeVar("F", bound=Callable)
 __all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "refuse_undecoratable", "scoped", "undecorated"]
 
 
-class Call(NamedTuple):
-    """What a scope opens around: a call of ``function``, or a ``with`` block if that is ``None``; ``returned`` gets the result."""
+@dataclass(eq=False)
+class Call:
+    """What a scope opens around: a call of ``function``, or a ``with`` block if that is ``None``.
+
+    Attributes:
+        result: what the function has returned; a scope may replace it.
+    """
 
     function: Callable | None = None
     args: tuple = ()
-    kwargs: Mapping[str, Any] = {}
-    returned: list[Any] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    result: Any = None
 
 
 class ScopeDecorator:
@@ -111,16 +117,15 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
 
     @functools.wraps(function)
     def in_scopes(*args: Any, **kwargs: Any) -> Any:
-        returned: list[Any] = []
-        call = Call(function, args, kwargs, returned)
+        call = Call(function, args, kwargs)
         for decorator in ordered:
             if elsewhere := decorator.elsewhere(call):
                 return elsewhere(functools.partial(in_scopes, *args, **kwargs))
         with ExitStack() as scopes:
             for decorator in ordered:
                 scopes.enter_context(decorator.scope(call))
-            returned.append(function(*args, **kwargs))
-        return returned[0] if returned else None  # on a parameter server
+            call.result = function(*args, **kwargs)
+        return call.result
 
     in_scopes.__parwrap_scopes__ = (in_scopes, ordered)  # type: ignore[attr-defined]
     return in_scopes

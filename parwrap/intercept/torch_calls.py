@@ -377,51 +377,50 @@ def _made(interceptor: Interceptor) -> Patches:
     return [Patch(nn.Parameter, "__new__", new)]
 
 
-def _set_mode(interceptor: Interceptor) -> Patches:
-    """Only the script's own call counts: ``train`` calls itself for every submodule."""
+def _outermost(begin: Callable[[nn.Module], Callable[[], None]]) -> Callable:
+    """A wrapper of a method that calls itself for every submodule. ``begin`` runs before the script's own call, and its result after it."""
     inside = False
 
-    def train(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+    def wrapper(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
         nonlocal inside
         if inside:
             return wrapped(*args, **kwargs)
-        inside = True
+        end, inside = begin(instance), True
         try:
             result = wrapped(*args, **kwargs)
         finally:
             inside = False
-        interceptor.set_mode(instance, instance.training)
+        end()
         return result
 
-    return [Patch(nn.Module, "train", train)]
+    return wrapper
+
+
+def _set_mode(interceptor: Interceptor) -> Patches:
+    def begin(module: nn.Module) -> Callable[[], None]:
+        return lambda: interceptor.set_mode(module, module.training)
+
+    return [Patch(nn.Module, "train", _outermost(begin))]
 
 
 def _moved(interceptor: Interceptor) -> Patches:
-    """Every cast and move calls ``_apply``, which calls itself for every submodule."""
-    inside = False
+    """Every cast and move calls ``_apply``."""
 
-    def apply(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
-        nonlocal inside
-        if inside:
-            return wrapped(*args, **kwargs)
-        before = [(p.dtype, p.device) for p in instance.parameters()]
-        inside = True
-        try:
-            result = wrapped(*args, **kwargs)
-        finally:
-            inside = False
-        if before != [(p.dtype, p.device) for p in instance.parameters()]:
-            interceptor.moved(instance)
-        return result
+    def begin(module: nn.Module) -> Callable[[], None]:
+        before = _kinds(module)
+        return lambda: interceptor.moved(module) if before != _kinds(module) else None
 
-    return [Patch(nn.Module, APPLY, apply)]
+    return [Patch(nn.Module, APPLY, _outermost(begin))]
+
+
+def _kinds(module: nn.Module) -> list[tuple[torch.dtype, torch.device]]:
+    return [(p.dtype, p.device) for p in module.parameters()]
 
 
 def _moves(interceptor: Interceptor) -> Patches:
     def apply(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
         function = args[0]
-        kinds = {(p.dtype, p.device) for p in instance.parameters()}
-        tried = [(kind, function(torch.empty(0, dtype=kind[0], device=kind[1]))) for kind in kinds]
+        tried = [(kind, function(torch.empty(0, dtype=kind[0], device=kind[1]))) for kind in {*_kinds(instance)}]
         if any((tensor.dtype, tensor.device) != kind for kind, tensor in tried):
             interceptor.moves(instance)
         return wrapped(*args, **kwargs)

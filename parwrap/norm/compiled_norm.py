@@ -183,7 +183,7 @@ def _backward(
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     total, exchange = facts.tolist()
-    like = _fake_backward(grad, input, weight, bias, mean, spread, facts, eps, needed)
+    like = _fake_backward(grad, input, weight, bias, needed)
     if not total:
         return like[0].copy_(grad) if needed[0] else like[0], like[1].zero_(), like[2].zero_()
     whole = Whole(kernels_for(input).restored(mean, spread, total), total, eps)
@@ -192,18 +192,10 @@ def _backward(
 
 
 def _fake_backward(
-    grad: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    spread: torch.Tensor,
-    facts: torch.Tensor,
-    eps: float,
-    needed: Sequence[bool],
+    grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors like the results of ``_backward``."""
-    of = zip((input, weight, bias), needed, strict=True)
+    """Tensors like the results of ``_backward``; the last of ``others`` says which are needed."""
+    of = zip((input, weight, bias), others[-1], strict=True)
     return tuple(torch.empty_like(each) if need and each is not None else input.new_empty(0) for each, need in of)
 
 

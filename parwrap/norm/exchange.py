@@ -98,26 +98,28 @@ class Statistics:
     def sum(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
         """The sum of the vectors of all ranks, in a message of that ``kind``."""
         with self.control_message(kind) as check:
-            if self._folder is not None and len(numbers) <= CAPACITY:
-                return self._memory(self._folder).gather(numbers, check).sum(0)
+            if memory := self._memory(numbers):
+                return memory.gather(numbers, check).sum(0)
             dist.all_reduce(numbers, group=self.process_group)
             return numbers
 
     def gather(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
         """The vectors of all ranks, one a row, in a message of that ``kind``."""
         with self.control_message(kind) as check:
-            if self._folder is not None and len(numbers) <= CAPACITY:
-                return self._memory(self._folder).gather(numbers, check)
+            if memory := self._memory(numbers):
+                return memory.gather(numbers, check)
             rows = numbers.new_empty(self.size, len(numbers))
             dist.all_gather(list(rows), numbers, group=self.process_group)
             return rows
 
-    def _memory(self, folder: Path) -> SharedVectors:
-        """The memory for vectors. It is opened in the first message, by a number that rank 0 draws."""
+    def _memory(self, numbers: torch.Tensor) -> SharedVectors | None:
+        """The memory that ``numbers`` travel through, if they do. It is opened in the first message, by a number that rank 0 draws."""
+        if self._folder is None or len(numbers) > CAPACITY:
+            return None
         if self._vectors is None:
             number, rank = torch.tensor(secrets.randbits(62)), dist.get_rank(self.process_group)
             dist.broadcast(number, group_src=0, group=self.process_group)
-            path = folder / f"norms-{number}"
+            path = self._folder / f"norms-{number}"
             with passing():
                 self._vectors = SharedVectors(path, self.size, rank)
                 dist.all_reduce(number, group=self.process_group)  # all have opened it

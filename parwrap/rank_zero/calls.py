@@ -110,7 +110,7 @@ class Change(NamedTuple):
 
 
 class FileCalls(Protocol):
-    """What happens to the calls. ``writer.py`` implements it for rank 0, ``scratch.py`` for the other ranks."""
+    """What happens to the calls. ``writer.py`` implements it for rank 0, ``replica.py`` for the other ranks."""
 
     def open(self, call: Opening) -> Any: ...
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...
@@ -168,7 +168,7 @@ def _change_patches(files: FileCalls) -> list[Patch]:
         return Change(name, run, gone=(path, dir_fd), options=(args, options))
 
     def moved(name: str, run: Callable, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> Change:
-        return Change(name, run, gone=(src, src_dir_fd), made=(dst, dst_dir_fd), source=(src, src_dir_fd))
+        return Change(name, run, gone=(src, src_dir_fd), made=(dst, dst_dir_fd))
 
     def link(
         name: str, run: Callable, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **options: Any
@@ -275,7 +275,8 @@ def _on_own_gpu(location: Any) -> Any:
 @contextmanager
 def _holding_patched_calls(holder: Any) -> Iterator[None]:
     """Inside the block, ``holder`` calls the patched functions of ``os`` and ``io``, which it holds under names of its own."""
-    patched = {id(inspect.unwrap(getattr(module, name))): (module, name) for module in (os, io) for name in _patched_names(module)}
+    names = [(module, name) for module in (os, io) for name, value in vars(module).items() if is_patched(value)]
+    patched = {id(inspect.unwrap(getattr(module, name))): (module, name) for module, name in names}
 
     def call(module: ModuleType, name: str) -> Callable:
         return lambda *args, **kwargs: getattr(module, name)(*args, **kwargs)
@@ -292,7 +293,3 @@ def _holding_patched_calls(holder: Any) -> Iterator[None]:
                 setattr(holder, name, before[name])
             else:
                 delattr(holder, name)
-
-
-def _patched_names(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if is_patched(value)]

@@ -40,7 +40,7 @@ def current() -> Files | None:
 
 
 @contextmanager
-def intercepting_files(group: Group, module: str | None = None, check_wait: CheckWait = lambda since, place: None) -> Iterator[Files]:
+def intercepting_files(group: Group, module: str | None = None, check_wait: CheckWait | None = None) -> Iterator[Files]:
     """Let rank 0 alone write files inside the block.
 
     Args:
@@ -56,7 +56,7 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
     folder = group.folder / f"files-{next(_openings)}"
     folder.mkdir(mode=0o700, exist_ok=True)
     close_left_open()
-    files = _files(group, folder, check_wait)
+    files = _files(group, folder, check_wait or (lambda since, place: None))
     before, _current = _current, files
     try:
         with installed([*patches(files), *native_patches(files)], module):

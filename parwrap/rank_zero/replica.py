@@ -390,7 +390,8 @@ class ReplicaFiles:
     def _copyfile(self, change: Change, gone: None, made: str) -> Any:
         """``shutil.copyfile``: the copy of a marker is a marker."""
         source, path = change.source[0], change.made[0]  # type: ignore[index]
-        with_marks = self._unpassed_read(source)
+        key = self._overlay.resolved(self._rules.key(source))
+        with_marks = source if self._rules.exempt(key) else self._overlay.existing(key, source)
         if os.path.isdir(with_marks):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), source)
         if self._rules.key(source) == self._rules.key(path):
@@ -438,11 +439,6 @@ class ReplicaFiles:
             if self._overlay.names(made):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), source, None, path)
         self._overlay.move(gone, made)
-
-    def _unpassed_read(self, path: Any) -> Any:
-        """Where ``path`` is, markers included, from inside a call that passes."""
-        key = self._overlay.resolved(self._rules.key(path))
-        return path if self._rules.exempt(key) else self._overlay.existing(key, path)
 
 
 def _named(stream: Any, name: Any, place: Any) -> Any:

@@ -299,7 +299,9 @@ class Overlay:
         when = found.st_ctime
         if self.rules.exempt(path):
             return False
-        if when <= self.since or not self.rules.in_process() or self._during_child(when):
+        if when <= self.since or not self.rules.in_process():
+            return False
+        if _during(when, [*self._ran, *((begin, math.inf) for begin in self._running.values())]):
             return False
         self._wait_for_what_runs_alone()
         if _during(when, self._journal.update().alone):
@@ -345,9 +347,6 @@ class Overlay:
         """What rank 0 has changed since this rank last met it, and where that can still be read."""
         return self._journal.update().before if self.rules.in_process() else {}
 
-    def _during_child(self, when: float) -> bool:
-        return _during(when, [*self._ran, *((begin, math.inf) for begin in self._running.values())])
-
     def _wait_for_what_runs_alone(self) -> None:
         """Wait until rank 0 has run what this rank has left to it: files that it makes there are for all."""
         since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
@@ -366,7 +365,7 @@ class Overlay:
             shutil.rmtree(os.path.dirname(entry.place), ignore_errors=True)
 
     def _drop_record(self, key: str) -> Entry:
-        entry = self._entries.pop(key, None) or Entry(GONE, opaque=False)
+        entry = self._entries.pop(key, None) or Entry(GONE)
         folder, name = os.path.split(key)
         if name in self._inside.get(folder, ()):
             self._inside[folder].discard(name)

@@ -11,10 +11,10 @@ import itertools
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -37,7 +37,7 @@ from parwrap.ranks.group import Group, is_alone, within
 from parwrap.strategies.buffers import Buffers
 from parwrap.strategies.ddp import rank_zeros, refuse_alone
 from parwrap.strategies.ddp_sites import made_equal
-from parwrap.strategies.ps_server import Begun, Connections, Kind, Layout, Message, Pushed, Server, packed, set_state, state_of
+from parwrap.strategies.ps_server import Begun, Connections, Kind, Layout, Message, Pushed, Served, Server, packed, set_state, state_of
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.strategies.zero1 import dealt_out
 
@@ -47,6 +47,12 @@ _divisions = itertools.count()
 """How often ranks were divided in this process. All ranks count alike."""
 
 
+class HasResult(Protocol):
+    """A call of the function."""
+
+    result: Any
+
+
 @dataclass
 class Workers(Group):
     """The process group of the workers, and what connects them with the servers.
@@ -54,22 +60,27 @@ class Workers(Group):
     Attributes:
         connections: the connections.
         servers: the ranks of the servers.
-        returned: the result of the function, once it has ended.
+        call: has the result of the function, once it has ended.
     """
 
     connections: Connections = field(kw_only=True)
     servers: range = field(kw_only=True)
-    returned: list[Any] | None = field(kw_only=True)
+    call: HasResult = field(kw_only=True)
 
 
 @contextmanager
-def divided(group: Group, options: Options, returned: list[Any] | None) -> Iterator[Workers | Server]:
+def divided(
+    group: Group, options: Options, trained: Sequence[nn.Module | Optimizer], call: HasResult
+) -> Iterator[tuple[Workers | None, Server | None]]:
     """Divide the ranks of ``group`` inside the block: yield the open group of the workers on the first ones, a server on the others.
+
+    A server ends the block from its first backward. Then ``trained`` and ``call`` have what those of worker 0 have at its end.
 
     Args:
         group: all ranks.
         options: the number of servers, and how far workers may be apart.
-        returned: gets the result of the function when it has ended.
+        trained: the modules and optimizers that the function was called with.
+        call: gets the result of the function when it has ended.
 
     Raises:
         UsageError: there are too few ranks.
@@ -90,8 +101,13 @@ def divided(group: Group, options: Options, returned: list[Any] | None) -> Itera
     connections = Connections(all_ranks)
     try:
         if world.rank >= workers:
-            with within(None, None, replace(world, size=workers)):
-                yield Server(connections, workers, world.rank, options.staleness, group.device)
+            server = Server(connections, workers, world.rank, options.staleness, group.device)
+            with within(None, None, replace(world, size=workers)), suppress(Served):
+                yield None, server
+            if server.result:
+                states, call.result = pickle.loads(server.result)
+                for each, state in zip(trained, states, strict=True):
+                    each.load_state_dict(state)
             return
         node_ranks = tuple(rank for rank in world.node_ranks if rank < workers)
         among = replace(world, size=workers, local_size=len(node_ranks), node_ranks=node_ranks)
@@ -100,10 +116,10 @@ def divided(group: Group, options: Options, returned: list[Any] | None) -> Itera
         store = dist.PrefixStore(name, group.store)
         own = Workers(
             among, group.backend, group.device, group.timeout, store, folder, control,
-            connections=connections, servers=range(workers, world.size), returned=returned,
+            connections=connections, servers=range(workers, world.size), call=call,
         )  # fmt: skip
         with within(own, training, among):
-            yield own
+            yield own, None
     finally:
         for each in (all_ranks, *((training, control) if world.rank < workers else ())):
             dist.destroy_process_group(each)
@@ -455,7 +471,7 @@ class ParameterServer(Strategy):
         """Worker 0 sends the servers what they return, and the modules and optimizers that the function was called with."""
         if self._group.world.rank == 0:
             states = [each.state_dict() for each in self._first]
-            self._last = Message(Kind.END, content=pickle.dumps((states, _pickled(self._group.returned))))
+            self._last = Message(Kind.END, content=_pickled(states, self._group.call.result))
 
     def close(self) -> None:
         self._buffers.close()
@@ -473,20 +489,9 @@ def _ended(server: int) -> LockstepError:
     return LockstepError(f"rank {server}, a parameter server, has ended: its own error says why.")
 
 
-def _pickled(returned: list[Any] | None) -> bytes:
+def _pickled(states: list[dict[str, Any]], result: Any) -> bytes:
     try:
-        return pickle.dumps(returned)
+        return pickle.dumps((states, result))
     except Exception as error:
         warn(f"parwrap: the result of the function cannot be sent to the parameter servers, where it returns None: {error}.")
-        return pickle.dumps(None)
-
-
-def take_result(server: Server, first: Iterable[nn.Module | Optimizer], returned: list[Any] | None) -> None:
-    """Give a server's process what worker 0 has sent at its end."""
-    if not server.result:
-        return
-    states, result = pickle.loads(server.result)
-    for each, state in zip(first, states, strict=True):
-        each.load_state_dict(state)
-    if returned is not None:
-        returned[:] = pickle.loads(result) or ()
+        return pickle.dumps((states, None))

@@ -38,7 +38,7 @@ from typing import NoReturn
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-from parwrap.testing.builtin_fixtures import sent
+from parwrap.testing.rank_fixtures import sent
 from parwrap.testing.rank_pools import GRACE, Pools, Rank, dump_stacks, rank_environ, start_fork_server
 from parwrap.testing.rank_process import RankSetup, Report, Task
 

@@ -34,7 +34,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.python import importtestmodule
 from _pytest.terminal import TerminalReporter
 
-from parwrap.testing.builtin_fixtures import opened
+from parwrap.testing.rank_fixtures import opened
 
 __all__ = ["RankSetup", "Report", "Task", "minimal_pytest", "run"]
 

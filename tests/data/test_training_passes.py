@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
-from parwrap.data.loaders import shows_share, trains
+from parwrap.data.loaders import shows_share
+from parwrap.data.sources import trains
 from parwrap.errors import UsageError
 from training import Training, everyones, read, samples
 

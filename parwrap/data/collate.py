@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from parwrap.errors import UsageError
 
-__all__ = ["Trimmed", "pad_collate", "trimmed"]
+__all__ = ["Trimmed", "is_sequence", "pad_collate", "trimmed"]
 
 USUAL = {"labels": -100}
 """Default padding values of fields by name: the index that torch's losses ignore."""
@@ -78,7 +78,7 @@ class pad_collate:
     def _collated(self, samples: Any, masked: bool | None) -> Any:
         """Make a batch of ``samples``, or of one field's values, with or without a mask; ``None`` for the default."""
         first = samples[0]
-        if _is_sequence(first):
+        if is_sequence(first):
             padded = self._padded(None, samples, rounded=True)
             return [padded, _mask(samples, padded.shape[1])] if masked else padded
         if isinstance(first, Mapping):
@@ -93,7 +93,7 @@ class pad_collate:
         for name, column in columns.items():
             if name in sequences:
                 batch[name] = self._padded(name, column, rounded=_lengths(column) == _lengths(columns[measure]))
-            elif _is_sequence(column[0]):
+            elif is_sequence(column[0]):
                 batch[name] = default_collate(column)
             else:
                 batch[name] = self._collated(column, masked=None if masked is None else False)
@@ -103,7 +103,7 @@ class pad_collate:
         return _like(first, batch)
 
     def _pads(self, name: Any, column: Sequence[Any]) -> bool:
-        return _is_sequence(column[0]) and (self.fields is None or name in self.fields)
+        return is_sequence(column[0]) and (self.fields is None or name in self.fields)
 
     def _padded(self, name: Any, column: Sequence[Any], rounded: bool) -> torch.Tensor:
         """One tensor of sequences, padded if they differ in length, or if their length is ``rounded``."""
@@ -134,7 +134,8 @@ class pad_collate:
         return 0 if name in ("attention_mask", "token_type_ids") else USUAL.get(name, self.pad_value)
 
 
-def _is_sequence(value: Any) -> bool:
+def is_sequence(value: Any) -> bool:
+    """Whether a field is a sequence, of numbers or of rows."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0
     return isinstance(value, list) and all(isinstance(each, (bool, int, float, np.number)) for each in value)

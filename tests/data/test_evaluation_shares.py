@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from parwrap.data.evaluation import Blocks, Turns, rows_of
+from parwrap.data.evaluation_shares import Blocks, Turns, rows_of
 from parwrap.data.merging import Part, Passed, merged
 from parwrap.data.samplers import block
 

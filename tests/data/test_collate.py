@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from parwrap import pad_collate
-from parwrap.data.padding import trimmed
+from parwrap.data.collate import trimmed
 from parwrap.errors import UsageError
 
 Labelled = namedtuple("Labelled", ["tokens", "label"])

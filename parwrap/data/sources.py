@@ -1,0 +1,194 @@
+"""Which passes train, and how a pass goes whatever gives its batches: it begins at its first ``next`` and ends once (contract, rule 2).
+
+``loaders.py`` and ``dali.py`` decide what each rank reads of DataLoaders and of DALI's pipelines.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from parwrap.data.samplers import samples_in
+from parwrap.data.streams import Part
+from parwrap.loop import random_streams
+from parwrap.loop.optimizers import Optimizers
+from parwrap.loop.passes import Pass, Passes
+from parwrap.options import Options
+from parwrap.places import Place
+from parwrap.ranks.group import Group
+
+__all__ = ["ANOTHER_SOURCE", "PassIterator", "Sources", "trains"]
+
+ANOTHER_SOURCE = 1_000_003
+"""Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
+
+
+def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:
+    """Whether a pass that begins now is a training pass (rule 2).
+
+    Args:
+        gradients_on: whether gradients are on.
+        optimizer_built: whether the script has built an optimizer.
+        in_eval: whether the models of the optimizers at work are in eval mode.
+
+    >>> trains(gradients_on=True, optimizer_built=True, in_eval=False), trains(gradients_on=True, optimizer_built=True, in_eval=True)
+    (True, False)
+    """
+    return gradients_on and optimizer_built and not in_eval
+
+
+class Sources:
+    """What gives batches to passes. Subclasses implement :meth:`begin`.
+
+    Args:
+        group: the ranks.
+        options: a function that returns the options of the innermost running function.
+        passes: the open passes.
+        optimizers: the optimizers of the script.
+        begins: called when a pass begins, with whether it trains.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        options: Callable[[], Options],
+        passes: Passes,
+        optimizers: Optimizers,
+        begins: Callable[[bool], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._group, self._rank, self._size = group, group.world.rank, group.world.size
+        self._options, self._passes, self._optimizers, self._begins, self._say = options, passes, optimizers, begins, say
+        self._thread = threading.get_ident()
+        self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
+        self._said: set[Place] = set()
+
+    def begin(self, iteration: Any) -> None:
+        """Decide what ``iteration`` reads, and begin its pass."""
+        raise NotImplementedError
+
+    def go_on(self, iteration: Any) -> None:
+        """Open the pass of ``iteration``, which begins, or is read on after another pass has ended it."""
+        self._passes.begin(iteration.opened)
+        self._open.add(iteration)
+
+    def end(self, iteration: Any, exhausted: bool) -> None:
+        """End the pass of ``iteration``."""
+        opened: Pass = iteration.opened
+        opened.exhausted = exhausted
+        if self._passes.is_open(opened):
+            self._leave(opened)
+        if self.in_loop():
+            self._passes.draw()
+        if opened.shared and opened.drawn and self._trained_in(opened) and opened.place not in self._said:
+            self._said.add(opened.place)
+            of = f" of {opened.whole}" if opened.whole is not None else ""
+            self._say(
+                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks, its share; parwrap.reduce_sum adds up "
+                "what the script counts over a pass"
+            )
+
+    def close(self) -> None:
+        """Let passes that outlive the scope read on, without switching streams."""
+        for iteration in list(self._open):
+            iteration.detach()
+
+    def in_loop(self) -> bool:
+        """Whether the thread of the loop runs this code. Only it switches streams, because torch's is the whole process's."""
+        return threading.get_ident() == self._thread
+
+    def drops(self) -> bool:
+        """Whether a pass ends whose iterator is finalized now."""
+        return True
+
+    def _may_train(self) -> bool:
+        """Whether a pass that begins now is a training pass, whatever is read."""
+        return trains(
+            gradients_on=torch.is_grad_enabled(), optimizer_built=self._optimizers.were_built, in_eval=self._optimizers.evaluate()
+        )
+
+    def _trained_in(self, opened: Pass) -> bool:
+        return self._optimizers.trained > opened.trained_before
+
+    def _leave(self, opened: Pass) -> None:
+        self._passes.end(opened)
+        if opened.trains:
+            self._optimizers.ended_pass()
+
+
+class PassIterator:
+    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped.
+
+    Attributes:
+        place: the line that reads it.
+        opened: the pass, once it has begun.
+        batches: what it reads, once it has begun.
+        reading: the random streams of this rank that it reads with.
+    """
+
+    samples_in = staticmethod(samples_in)
+
+    def __init__(self, sources: Sources, place: Place) -> None:
+        self.place = place
+        self.opened: Pass | None = None
+        self.batches: Iterator | None = None
+        self.reading: frozenset[str] = random_streams.NONE
+        self._sources: Sources | None = sources
+        self._passes = sources._passes
+
+    def __iter__(self) -> PassIterator:
+        return self
+
+    def __next__(self) -> Any:
+        sources = self._sources
+        if sources is None:
+            batch = next(self.batches if self.batches is not None else iter(()))
+            return batch.batch if type(batch) is Part else batch
+        begins = self.batches is None
+        if begins:
+            sources.begin(self)
+        elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
+            sources.go_on(self)
+        if sources.in_loop():
+            before = self._passes.streams.use(self.reading)
+            batch = self._read()
+            if begins or before is not self.reading:
+                self._passes.draw()
+        else:
+            batch = self._read()
+        opened = self.opened
+        if opened is not None and opened.trains:
+            if type(batch) is Part:
+                opened.weights.append(batch.weight)  # type: ignore[union-attr]
+                batch = batch.batch
+            self._passes.drew(opened, self.samples_in(batch))
+        return batch
+
+    def _read(self) -> Any:
+        try:
+            return next(self.batches)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.finish(exhausted=isinstance(error, StopIteration))
+            raise
+
+    def finish(self, exhausted: bool) -> None:
+        """End the pass."""
+        sources = self.detach()
+        if sources is not None and self.opened is not None:
+            self.batches = iter(())
+            sources.end(self, exhausted)
+
+    def detach(self) -> Sources | None:
+        """Read on without a scope."""
+        sources, self._sources = self._sources, None
+        return sources
+
+    def __del__(self) -> None:
+        sources = getattr(self, "_sources", None)
+        if sources is not None and sources.drops():
+            self.finish(exhausted=False)
