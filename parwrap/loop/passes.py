@@ -1,6 +1,6 @@
 """The open passes over loaders, the batches they have drawn, and the weight of each batch (contract, rules 2, 4 and 6).
 
-``data/loaders.py`` begins and ends passes; this file is what the rest of the loop knows about them.
+``data/sources.py`` begins and ends passes; this file is what the rest of the loop knows about them.
 """
 
 from __future__ import annotations
