@@ -131,23 +131,3 @@ def test_a_backward_averages_what_its_optimizers_own_and_the_parameters_that_non
     _, sets = buckets(monkeypatch, parwrap.distributed(run))
 
     assert [{id(owned), id(beside), id(free)}] == [set(map(id, each)) for each in sets]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("first", ["signal", "script"])
-def test_the_numbers_of_a_backward_are_those_of_its_end(first):
-    """A backward that reaches a parameter last of all, through a graph older than the set or newer."""
-    with parwrap.distributed():
-        model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
-        torch.optim.SGD(model.parameters(), lr=0.0)
-        x = torch.ones(1, 1)
-        old = (model[1](model[0](x)).sum(), model[0](x).sum())
-        grads = []
-        for number in range(3):
-            loss = old[0] if first == "signal" and number == 1 else model[number % 2](model[0](x)).sum()
-            model.zero_grad()
-            loss.backward()
-            grads.append(model[1].weight.grad is None)
-        old[1].backward()
-
-    assert ([True, False, True]) == grads

@@ -543,9 +543,7 @@ def test_inside_a_block_of_rank_zero_passes_are_whole_and_a_backward_is_an_error
 
         @block
         def look():
-            with pytest.raises(
-                parwrap.UsageError, match=r"test_backward.py:\d+ runs a backward inside a function decorated with @parwrap.r"
-            ):
+            with pytest.raises(parwrap.UsageError, match=r"test_backward.py:\d+ runs a backward inside a function decorated with @parwrap"):
                 model(torch.ones(1, 3)).sum().backward()
             return len(list(loader))
 
