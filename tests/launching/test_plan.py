@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from parwrap.launching.agent import _config
 from parwrap.launching.plan import Script, describe
 from parwrap.launching.training_options import DECORATORS, OF_DECORATORS, SCOPE_OPTIONS, Given
 from planning import plan
@@ -146,6 +147,16 @@ def test_torchruns_options_are_kept():
     assert plan("train.py").torchrun.start_method == "forkserver"
     assert plan("--start-method", "spawn", "train.py").torchrun.start_method == "spawn"
     assert plan("train.py", PET_START_METHOD="fork").torchrun.start_method == "fork"
+
+
+def test_torchruns_options_reach_its_agent(tmp_path):
+    times = ["--max-restarts", "3", "--monitor-interval", "0.5", "--shutdown-timeout", "7", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    others = ["--role", "trainer", "--virtual-local-rank", "--rdzv-id", "job", "--local-addr", "here"]
+    config = _config(plan("--nproc-per-node", "2", *times, *others, "train.py"), tmp_path)
+
+    assert (2, 3, 0.5, 7) == (config.nproc_per_node, config.max_restarts, config.monitor_interval, config.shutdown_timeout)
+    assert ("SIGTERM,SIGUSR1", "trainer", "job", "here") == (config.signals_to_handle, config.role, config.run_id, config.local_addr)
+    assert config.virtual_local_rank
 
 
 @pytest.mark.parametrize(
