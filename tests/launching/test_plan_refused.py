@@ -180,5 +180,5 @@ def test_an_option_of_data_parallel_needs_it():
 
 
 def test_a_signal_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="^--signals-to-handle TERM: there is no signal 'TERM'.$"):
+    with pytest.raises(UsageError, match=r"^--signals-to-handle TERM: there is no signal 'TERM'\.$"):
         _config(plan("--nproc-per-node", "2", "--signals-to-handle", "TERM", "train.py"), tmp_path)
