@@ -570,14 +570,16 @@ def test_with_a_global_batch_hooks_and_functional_gradients_are_of_this_ranks_pa
         for x in DataLoader(samples, batch_size=5):
             alone.append(torch.autograd.grad((weight * x).mean(), weight)[0].item())
             lengths.append(len(list(x)))
+            handle = weight.register_hook(lambda grad: hooked.append(grad.item()))
             (weight * x).mean().backward()
+            handle.remove()
             optimizer.step()
-            hooked.append(weight.grad.item())
         return weight.grad.item()
 
     mean = parwrap.distributed(batch="global")(run)()
-    parts = parwrap.gather((alone, lengths))
+    parts, (first, second) = parwrap.gather((alone, lengths)), parwrap.gather(hooked[0])
 
     assert samples.mean().item() == pytest.approx(mean)
+    assert [2 * 6 / 5, 4.5 * 4 / 5] == pytest.approx([first, second])
     assert [3, 2] == [length for _, (length,) in parts]
     assert samples.sum().item() == pytest.approx(sum(part * length for (part,), (length,) in parts))
