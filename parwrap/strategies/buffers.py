@@ -107,7 +107,7 @@ class Buffers:
                 dist.broadcast(flat, 0)
             if self._group.world.rank:
                 for tensor, sent in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-                    tensor.data.copy_(sent.view(tensor.shape))
+                    _write(tensor.data, sent.view(tensor.shape))
 
     def close(self) -> None:
         """Note no more modules."""
@@ -116,6 +116,13 @@ class Buffers:
 
 def _buffers(modules: Iterable[nn.Module]) -> list[_Buffer]:
     return [_Buffer(weakref.ref(module), name) for module in modules for name in registered_buffers(module)]
+
+
+def _write(tensor: torch.Tensor, sent: torch.Tensor) -> None:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim]:  # an expanded tensor, whose elements share memory
+            tensor, sent = tensor.narrow(dim, 0, 1), sent.narrow(dim, 0, 1)
+    tensor.copy_(sent)
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:

@@ -257,3 +257,63 @@ def test_a_step_inside_a_backward_is_refused():
     text = r"test_weights_and_work.py:\d+ steps inside a backward, before its gradients are averaged|rank \d has raised an error"
     with pytest.raises(parwrap.ParwrapError, match=text):
         run()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("steps", [5, 6])
+def test_weights_are_compared_before_an_evaluation(steps):
+    """They changed after a step that is not compared."""
+    evaluated = []
+
+    @parwrap.distributed
+    def run():
+        def last(step, model, optimizer, x):
+            return step == steps and functional_gradients(step, model, optimizer, x)
+
+        model = train(last, steps).eval()
+        with torch.no_grad():
+            for (x,) in DataLoader(data(4), batch_size=2):
+                evaluated.append(model(x))
+
+    with pytest.raises(parwrap.RankMismatchError, match=rf"differs between rank 0 and rank 1 after step {steps}"):
+        run()
+
+    assert [] == evaluated
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_weights_that_differ_by_rounding_at_the_first_backward_are_rank_zeros_silently():
+    """As by an orthogonal initialization on another processor."""
+    start = nn.init.orthogonal_(torch.empty(8, 8), generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(start if parwrap.rank() == 0 else start * (1 + 1e-6))
+    apart = parwrap.gather(model.weight.detach().clone())
+
+    @parwrap.distributed
+    def run():
+        torch.optim.SGD(model.parameters(), lr=0.0)
+        model(torch.ones(1, 8)).sum().backward()
+
+    run()
+
+    assert not torch.equal(*apart)
+    assert torch.equal(start, model.weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("options", "is_said"), [({}, True), ({"draws": "per_rank"}, False)])
+def test_equal_losses_are_not_named_where_each_rank_draws_its_own(capfd, options, is_said):
+    @parwrap.distributed(**options)
+    def run():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+
+    run()
+
+    assert (is_said and parwrap.rank() == 0) == ("same losses" in capfd.readouterr().err)

@@ -259,6 +259,7 @@ def test_a_strategy_of_none_trains_a_model_on_each_rank_with_all_of_the_data():
 
     assert 4 == run()
     assert -1.0 - parwrap.rank() == weight.item()
+    assert -1.0 - parwrap.rank() == weight.item()
 
 
 @pytest.mark.ranks(2)

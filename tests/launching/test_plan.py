@@ -4,58 +4,79 @@ from dataclasses import replace
 
 import pytest
 
+from parwrap.launching.agent import _config
 from parwrap.launching.plan import Script, describe
-from parwrap.launching.training_options import Given
+from parwrap.launching.training_options import DECORATORS, OF_DECORATORS, SCOPE_OPTIONS, Given
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
 
-@pytest.mark.parametrize(
-    ("argv", "script"),
-    [
-        (["train.py"], Script("train.py", scope={})),
-        (["train.py", "--seed", "3"], Script("train.py", ("--seed", "3"), scope={})),
-        (["--seed", "3", "train.py", "--lr=1"], Script("train.py", ("--lr=1",), scope={"seed": 3})),
-        (["--batch=global", "--bucket_cap_mb", "5", "train.py"], Script("train.py", scope={"batch": "global", "bucket_cap_mb": 5.0})),
-        (
-            ["--uneven", "join", "--lr=sqrt", "--loss", "sum", "train.py", "--lr", "1"],
-            Script("train.py", args=("--lr", "1"), scope={"uneven": "join", "lr": "sqrt", "loss": "sum"}),
-        ),
-        (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
-        (["--draws", "per-rank", "--strategy=none", "train.py"], Script("train.py", scope={"draws": "per_rank", "strategy": "none"})),
-        (
-            ["--strategy", "local-sgd", "--every=4", "--outer", "nesterov", "--outer-lr", "0.5", "train.py"],
-            Script("train.py", scope={"strategy": "local_sgd", "every": 4, "outer": "nesterov", "outer_lr": 0.5}),
-        ),
-        (
-            ["--strategy", "zero1", "--compress", "powersgd", "--powersgd-rank", "3", "train.py"],
-            Script("train.py", scope={"strategy": "zero1", "compress": "powersgd", "powersgd_rank": 3}),
-        ),
-        (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
-        (["--amp", "bf16", "train.py", "--amp"], Script("train.py", ("--amp",), scope={}, decorators={"amp": Given(("bf16",))})),
-        (
-            ["--accumulate", "4", "--amp=O2", "train.py"],
-            Script("train.py", scope={}, decorators={"accumulate": Given((4,)), "amp": Given(("O2",))}),
-        ),
-        (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": Given()})),
-        (
-            ["--data-parallel", "0,1", "--no-gather", "--loss", "sum", "train.py"],
-            Script("train.py", scope={"loss": "sum"}, decorators={"data_parallel": Given(([0, 1],), {"gather": False, "loss": "sum"})}),
-        ),
-        (
-            ["--uniform-length", "--pad-value", "0", "train.py"],
-            Script("train.py", scope={}, decorators={"uniform_length": Given((), {"pad_value": 0.0})}),
-        ),
-        (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
-        (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
-        (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
-        (["--plain", "--no_python", "ls", "-l"], Script("ls", ("-l",), "program", scope=None)),
-        (["-m", "parwrap.doctor", "--json"], Script("parwrap.doctor", ("--json",), "module", scope=None)),
-    ],
-)
+COMMAND_LINES = [
+    (["train.py"], Script("train.py", scope={})),
+    (["train.py", "--seed", "3"], Script("train.py", ("--seed", "3"), scope={})),
+    (["--seed", "3", "train.py", "--lr=1"], Script("train.py", ("--lr=1",), scope={"seed": 3})),
+    (["--batch=global", "--bucket_cap_mb", "5", "train.py"], Script("train.py", scope={"batch": "global", "bucket_cap_mb": 5.0})),
+    (
+        ["--uneven", "join", "--lr=sqrt", "--loss", "sum", "train.py", "--lr", "1"],
+        Script("train.py", args=("--lr", "1"), scope={"uneven": "join", "lr": "sqrt", "loss": "sum"}),
+    ),
+    (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
+    (["--draws", "per-rank", "--strategy=none", "train.py"], Script("train.py", scope={"draws": "per_rank", "strategy": "none"})),
+    (
+        ["--strategy", "local-sgd", "--every=4", "--outer", "nesterov", "--outer-lr", "0.5", "train.py"],
+        Script("train.py", scope={"strategy": "local_sgd", "every": 4, "outer": "nesterov", "outer_lr": 0.5}),
+    ),
+    (
+        ["--strategy", "zero1", "--compress", "powersgd", "--powersgd-rank", "3", "train.py"],
+        Script("train.py", scope={"strategy": "zero1", "compress": "powersgd", "powersgd_rank": 3}),
+    ),
+    (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+    (
+        ["--strategy=local_sgd", "--warmup", "9", "--outer=nesterov", "--outer-momentum", "0.5", "train.py"],
+        Script("train.py", scope={"strategy": "local_sgd", "warmup": 9, "outer": "nesterov", "outer_momentum": 0.5}),
+    ),
+    (["--strategy", "fsdp", "--wrap", "Block,Head", "train.py"], Script("train.py", scope={"strategy": "fsdp", "wrap": ("Block", "Head")})),
+    (["--strategy", "hogwild", "--lock", "train.py"], Script("train.py", scope={"strategy": "hogwild", "lock": True})),
+    (
+        ["--strategy", "parameter-server", "--servers", "2", "--staleness=0", "train.py"],
+        Script("train.py", scope={"strategy": "parameter_server", "servers": 2, "staleness": 0}),
+    ),
+    (["--amp", "bf16", "train.py", "--amp"], Script("train.py", ("--amp",), scope={}, decorators={"amp": Given(("bf16",))})),
+    (
+        ["--accumulate", "4", "--amp=O2", "train.py"],
+        Script("train.py", scope={}, decorators={"accumulate": Given((4,)), "amp": Given(("O2",))}),
+    ),
+    (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": Given()})),
+    (
+        ["--data-parallel", "0,1", "--no-gather", "--loss", "sum", "train.py"],
+        Script("train.py", scope={"loss": "sum"}, decorators={"data_parallel": Given(([0, 1],), {"gather": False, "loss": "sum"})}),
+    ),
+    (
+        ["--uniform-length", "--pad-value", "0", "train.py"],
+        Script("train.py", scope={}, decorators={"uniform_length": Given((), {"pad_value": 0.0})}),
+    ),
+    (
+        ["--uniform-length", "--max-tokens", "100", "--multiple-of=8", "train.py"],
+        Script("train.py", scope={}, decorators={"uniform_length": Given((), {"max_tokens": 100, "multiple_of": 8})}),
+    ),
+    (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
+    (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
+    (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
+    (["--plain", "--no_python", "ls", "-l"], Script("ls", ("-l",), "program", scope=None)),
+    (["-m", "parwrap.doctor", "--json"], Script("parwrap.doctor", ("--json",), "module", scope=None)),
+]
+
+
+@pytest.mark.parametrize(("argv", "script"), COMMAND_LINES)
 def test_what_every_rank_runs(argv, script):
     assert plan(*argv).script == script
+
+
+def test_each_option_of_parwrap_is_among_these_command_lines():
+    given = {word.split("=")[0].removeprefix("--").replace("-", "_") for argv, _ in COMMAND_LINES for word in argv}
+
+    assert set() == {*SCOPE_OPTIONS, *DECORATORS, *OF_DECORATORS} - given
 
 
 @pytest.mark.parametrize(
@@ -126,6 +147,16 @@ def test_torchruns_options_are_kept():
     assert plan("train.py").torchrun.start_method == "forkserver"
     assert plan("--start-method", "spawn", "train.py").torchrun.start_method == "spawn"
     assert plan("train.py", PET_START_METHOD="fork").torchrun.start_method == "fork"
+
+
+def test_torchruns_options_reach_its_agent(tmp_path):
+    times = ["--max-restarts", "3", "--monitor-interval", "0.5", "--shutdown-timeout", "7", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    others = ["--role", "trainer", "--virtual-local-rank", "--rdzv-id", "job", "--local-addr", "here"]
+    config = _config(plan("--nproc-per-node", "2", *times, *others, "train.py"), tmp_path)
+
+    assert (2, 3, 0.5, 7) == (config.nproc_per_node, config.max_restarts, config.monitor_interval, config.shutdown_timeout)
+    assert ("SIGTERM,SIGUSR1", "trainer", "job", "here") == (config.signals_to_handle, config.role, config.run_id, config.local_addr)
+    assert config.virtual_local_rank
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.agent import _config
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -176,3 +177,8 @@ def test_one_process_on_several_devices_is_no_launch_of_ranks(others, message):
 def test_an_option_of_data_parallel_needs_it():
     with pytest.raises(UsageError, match="--no-gather has no effect without --data-parallel: add it"):
         plan("--no-gather", "train.py")
+
+
+def test_a_signal_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"^--signals-to-handle TERM: there is no signal 'TERM'\.$"):
+        _config(plan("--nproc-per-node", "2", "--signals-to-handle", "TERM", "train.py"), tmp_path)

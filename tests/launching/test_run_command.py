@@ -130,6 +130,13 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
     assert (status, sorted(stdout.split())) == (0, ["0", "1"])
 
 
+def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run):
+    options = ("--virtual-local-rank", "--role", "trainer", "--plain", "--no-python")
+    status, stdout, _ = parwrap_run("--nproc-per-node", "2", *options, "printenv", "LOCAL_RANK", "ROLE_NAME")
+
+    assert (0, ["0", "0", "trainer", "trainer"]) == (status, sorted(stdout.split()))
+
+
 def test_one_rank_needs_no_other_process_and_begins_as_plain_python_does(started, parwrap_run, script):
     path = script("""
 import os, sys, psutil, torch

@@ -231,3 +231,39 @@ def test_bare_tensors_that_are_not_trained_or_belong_to_a_batch_are_not_named():
                 step(model, optimizer, x + latents + points, y)
                 with torch.no_grad():
                     latents -= 0.1 * latents.grad
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_of_an_earlier_batch_that_steps_on_gradients_made_by_hand_is_an_error():
+    @parwrap.distributed
+    def train():
+        model, optimizer = made()
+        kept = None
+        for x, y in loader():
+            step(model, optimizer, x, y)
+            if kept is None:
+                latent = torch.zeros(2, 1, requires_grad=True)
+                kept = torch.optim.SGD([latent], lr=0.1)
+            latent.grad = torch.ones(2, 1)
+            kept.step()
+
+    with pytest.raises(UsageError, match=MODEL_LATER):
+        train()
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_of_an_earlier_batch_that_a_backward_at_another_line_reaches_is_an_error():
+    @parwrap.distributed
+    def train():
+        model, optimizer = made()
+        kept = None
+        for x, y in loader():
+            if kept is None:
+                kept = nn.Parameter(torch.zeros(2, 1))
+                step(model, optimizer, x + kept, y)
+            else:
+                nn.functional.mse_loss(model(x + kept), y).backward()
+
+    text = r"test_rule_six.py:\d+ trains a parameter of shape \(2, 1\) that test_rule_six.py:\d+ made inside the training pass"
+    with pytest.raises(UsageError, match=text):
+        train()

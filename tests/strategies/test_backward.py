@@ -532,3 +532,54 @@ def test_a_copy_that_only_rank_zero_evaluates_is_nobody_elses():
             return len(list(batches()))
 
     assert 4 == distributed(run)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("block", [parwrap.rank_zero_only, parwrap.rank_zero_first])
+def test_inside_a_block_of_rank_zero_passes_are_whole_and_a_backward_is_an_error(block):
+    def run():
+        model, optimizer = model_and_optimizer()
+        loader = DataLoader(range(8), batch_size=2)
+
+        @block
+        def look():
+            with pytest.raises(parwrap.UsageError, match=r"test_backward.py:\d+ runs a backward inside a function decorated with @parwrap"):
+                model(torch.ones(1, 3)).sum().backward()
+            return len(list(loader))
+
+        whole = look()
+        share = 0
+        for _ in loader:
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            share += 1
+        return whole, share
+
+    assert (4 if block is parwrap.rank_zero_first or rank() == 0 else None, 2) == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_with_a_global_batch_hooks_and_functional_gradients_are_of_this_ranks_part():
+    """Parts of 3 and 2 samples: the mean over each is its rank's, and only what a backward leaves is the mean of the batch."""
+    samples = torch.arange(1.0, 6.0)
+    hooked, alone, lengths = [], [], []
+
+    def run():
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        for x in DataLoader(samples, batch_size=5):
+            alone.append(torch.autograd.grad((weight * x).mean(), weight)[0].item())
+            lengths.append(len(list(x)))
+            handle = weight.register_hook(lambda grad: hooked.append(grad.item()))
+            (weight * x).mean().backward()
+            handle.remove()
+            optimizer.step()
+        return weight.grad.item()
+
+    mean = parwrap.distributed(batch="global")(run)()
+    parts, (first, second) = parwrap.gather((alone, lengths)), parwrap.gather(hooked[0])
+
+    assert samples.mean().item() == pytest.approx(mean)
+    assert [2 * 6 / 5, 4.5 * 4 / 5] == pytest.approx([first, second])
+    assert [3, 2] == [length for _, (length,) in parts]
+    assert samples.sum().item() == pytest.approx(sum(part * length for (part,), (length,) in parts))

@@ -101,6 +101,16 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
+class CheckpointedTwice(Checkpointed):
+    """A layer in two checkpoints gets its gradient in two parts."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda x: self.second(x).relu(), x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
 class Double(nn.Module):
     def forward(self, x):
         return x.double()
@@ -145,13 +155,16 @@ class Uncheckpointed(nn.Module):
         self.inner = inner
 
     def forward(self, x):
+        if isinstance(self.inner, CheckpointedTwice):
+            return self.inner.head(self.inner.second(self.inner.second(self.inner.first(x)).relu()).relu())
         return self.inner.head(self.inner.second(self.inner.first(x).relu()))
 
 
 @pytest.mark.ranks(2, fresh=True)  # the first checkpoint of a process sets torch's default device type
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_equal_the_same_layers_without_them(reentrant):
-    model, data = made(lambda: Checkpointed(reentrant)), dataset()
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedTwice])
+def test_checkpoints_equal_the_same_layers_without_them(kind, reentrant):
+    model, data = made(lambda: kind(reentrant)), dataset()
     by_hand = DistributedDataParallel(Uncheckpointed(copy.deepcopy(model)))
     parwrap.distributed(seed=SEED)(lambda: trained(model, plain_step, DataLoader(data, batch_size=4, shuffle=True)))()
     trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=SEED)))

@@ -404,3 +404,18 @@ def test_parts_that_are_called_before_the_whole_train_as_with_ddp():
         return both.state_dict()
 
     close(parwrap.distributed()(train)(), parwrap.distributed(strategy="fsdp")(train)())
+
+
+@pytest.mark.ranks(2)
+def test_no_sync_sends_gradients():
+    with parwrap.distributed(strategy="fsdp"):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        grads = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            with parwrap.no_sync():
+                model(torch.full((1, 1), 1.0 + parwrap.rank())).sum().backward()
+            grads.append(model.weight.grad.sum().item())
+
+    assert [1.5, 1.5] == grads

@@ -409,3 +409,18 @@ def test_options_without_a_meaning_are_refused(options, text):
 def test_several_nodes_and_gpus_are_refused_before_training(world, device, text):
     with pytest.raises(UsageError, match=text):
         Hogwild(SimpleNamespace(group=Group(world, "gloo", torch.device(device))))
+
+
+@pytest.mark.ranks(2)
+def test_the_loss_and_gradients_are_this_ranks():
+    with parwrap.distributed(strategy="hogwild"):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        seen = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = (weight * (parwrap.rank() + 1)).sum()
+            loss.backward()
+            seen.append((loss.item(), weight.grad.item()))
+
+    assert [(parwrap.rank() + 1.0, parwrap.rank() + 1.0)] * 2 == seen

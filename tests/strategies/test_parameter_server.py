@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
@@ -589,3 +590,46 @@ def test_more_servers_than_ranks_leave_no_worker():
 def test_options_without_a_meaning_are_refused(options, text):
     with pytest.raises(UsageError, match=text):
         parwrap.distributed(**{"strategy": "parameter_server", **options})
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("staleness", [None, 1, 0])
+def test_gradients_are_each_workers_and_so_is_the_loss_unless_they_step_together(staleness):
+    @served(staleness=staleness)
+    def run():
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        seen = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = (weight * (parwrap.rank() + 1)).sum()
+            loss.backward()
+            seen.append((loss.item(), weight.grad.item()))
+            optimizer.step()
+        return parwrap.gather(seen)
+
+    expected = [[(1.5 if staleness == 0 else number, number)] * 2 for number in (1.0, 2.0)]
+
+    assert expected == run()
+
+
+@pytest.mark.ranks(2)
+def test_global_hooks_of_steps_count_those_of_the_script_and_not_those_of_a_server():
+    counted = []
+
+    @served()
+    def run():
+        handle = register_optimizer_step_post_hook(lambda *_: counted.append(1))
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        try:
+            for _ in range(3):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                optimizer.step()
+        finally:
+            handle.remove()
+
+    run()
+
+    assert [3, 0] == parwrap.gather(len(counted))

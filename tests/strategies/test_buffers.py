@@ -1,0 +1,162 @@
+"""Buffers follow DDP: rank 0's are everybody's, of whatever kind they are (contract, small print on backwards)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+from parwrap.ranks.group import alone
+
+STEPS = 4
+
+
+class Changing(nn.Module):
+    """A buffer that each training forward changes by what is in the batch, and that the graph uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        if self.training:
+            self.change(x.detach().mean(0))
+        return x * self.seen
+
+    def change(self, mean):
+        self.seen = self.seen + mean
+
+
+class InPlace(Changing):
+    def change(self, mean):
+        self.seen += mean
+
+
+class Lazy(Changing):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", None)
+
+    def change(self, mean):
+        self.seen = mean if self.seen is None else self.seen + mean
+
+
+class Expanded(Changing):
+    """One number in the place of three."""
+
+    def change(self, mean):
+        self.seen = (self.seen[:1] + mean.mean()).expand(3)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.add_(x.detach().mean(0))
+        return x * self.seen.clone()
+
+
+def scripted():
+    return torch.jit.script(Counts())
+
+
+def trained(build, number):
+    torch.manual_seed(0)
+    model = nn.Sequential(build(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for (x,) in parwrap.replicate(DataLoader(TensorDataset(torch.ones(STEPS, 3)), batch_size=1)):
+        optimizer.zero_grad()
+        model(x * (1 + number)).mean().backward()
+        optimizer.step()
+    return model[0].seen.clone()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("build", [Changing, InPlace, Lazy, Expanded, scripted], ids=lambda build: build.__name__)
+def test_buffers_that_training_changes_are_rank_zeros_of_whatever_kind_they_are(build):
+    with alone():
+        expected = trained(build, number=0)
+    with parwrap.distributed():
+        actual = trained(build, parwrap.rank())
+
+    assert torch.equal(expected, actual)
+
+
+def evaluated(buffer):
+    """What ``buffer`` holds once a pass that reads everything has begun."""
+    model, held = nn.Linear(3, 1), nn.Module()
+    held.register_buffer("kept", buffer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    held.eval()
+    with torch.no_grad():
+        list(DataLoader(range(2)))
+    return held.kept
+
+
+LAYOUTS = {
+    "plain": lambda number: torch.full((3,), number),
+    "expanded": lambda number: torch.full((1,), number).expand(3),
+    "expanded in part": lambda number: torch.full((2, 1), number).expand(2, 3).t(),
+    "scalar": lambda number: torch.full((), int(number), dtype=torch.int64),
+    "transposed": lambda number: torch.full((2, 3), number).t(),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_of_every_layout_are_rank_zeros_in_evaluation(layout):
+    made = LAYOUTS[layout]
+    with parwrap.distributed():
+        assert torch.equal(made(1.0), evaluated(made(1.0 + parwrap.rank())))
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_cannot_be_sent_are_each_ranks_own():
+    with torch.inference_mode():
+        own = torch.full((3,), float(parwrap.rank()))
+    with parwrap.distributed():
+        assert [float(parwrap.rank())] * 3 == evaluated(own).tolist()
+
+
+def norm_in_training():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2):
+        model(x).sum().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_tensors_that_no_loader_reads_are_evaluated_with_this_ranks_statistics():
+    with parwrap.distributed():
+        model = norm_in_training().eval()
+        with torch.no_grad():
+            outputs = parwrap.gather(model(torch.ones(1, 3)).item())
+        own = parwrap.gather(model[0].running_mean.tolist())
+
+    assert own[0] != own[1]
+    assert outputs[0] != outputs[1]
+
+
+@pytest.mark.ranks(2)
+def test_a_state_dict_sends_nothing_and_what_is_saved_is_rank_zeros(tmp_path):
+    folder = parwrap.broadcast(tmp_path)
+    with parwrap.distributed():
+        model = norm_in_training()
+        own = model[0].running_mean.clone()
+        if parwrap.rank() == 0:  # the other rank never comes here
+            model.state_dict()
+        torch.save(model.state_dict(), folder / "model.pt")
+        everyones, saved = parwrap.gather(own), torch.load(folder / "model.pt")
+
+        assert torch.equal(own, model[0].running_mean)
+    assert not torch.equal(*everyones)
+    assert torch.equal(everyones[0], saved["0.running_mean"])
