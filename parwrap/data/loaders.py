@@ -179,10 +179,10 @@ class Loaders(Sources, Interceptor):
         loader, place = iteration.loader, iteration.place
         assert loader is not None
         iteration.known = known = self.known(loader)
-        if loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
-            iteration.workers_seed = self._workers_seed(loader)
         self._note_line_that_begins_again(known, place)
         training = self._trains(loader, known, place)
+        if training and loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
+            iteration.workers_seed = self._workers_seed(loader)
         shared = training and loader not in _replicated
         for each in list(known.open):
             if training or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
@@ -198,7 +198,10 @@ class Loaders(Sources, Interceptor):
         else:
             opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
-            self._read(iteration, loader, opened, iteration.workers_seed, may_end_apart)
+            workers_seed = iteration.workers_seed
+            if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
+                workers_seed += self._rank  # augmentation is each rank's own
+            self._read(iteration, loader, opened, workers_seed, may_end_apart)
             reads_own = training and self._reads_by_python(loader)
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
         opened.trained_before, opened.whole = self._optimizers.trained, _samples(loader)

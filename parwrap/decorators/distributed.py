@@ -419,6 +419,7 @@ class _Scope(Interceptor):
         optimizers, losses = Optimizers(passes), Losses()
         modules = Modules(passes, [each for each in there if isinstance(each, nn.Module)])
         self._undo.callback(modules.close)
+        self._undo.callback(optimizers.close)
         self._interrupts = interrupts = Interrupts()
         self._undo.enter_context(interrupts.installed())
         same_step = SameStep(group, passes, SameWork(self._say), interrupts)

@@ -60,6 +60,7 @@ class Optimizers(Interceptor):
         self._in_eval: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._put_in_train: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._hooks_on_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
         self.were_built = False
         self.generation = self.steps = 0
@@ -107,6 +108,8 @@ class Optimizers(Interceptor):
     def made(self, parameter: nn.Parameter) -> None:
         if self._passes.innermost:
             self._made_in[parameter] = self._passes.batches, script_place()
+            if parameter.requires_grad and type(parameter) is nn.Parameter:  # a backward at a known line looks at no graph
+                self._hooks_on_made[parameter] = parameter.register_post_accumulate_grad_hook(self._got_gradient)
 
     def of_batch(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` is an ``nn.Parameter`` that was made inside the training pass, so that it is not averaged.
@@ -118,6 +121,9 @@ class Optimizers(Interceptor):
         if made is not None:
             self._refuse_older(made, f"a parameter of shape {tuple(leaf.shape)}")
         return made is not None
+
+    def _got_gradient(self, leaf: torch.Tensor) -> None:
+        self.of_batch(leaf)
 
     def _refuse_older(self, made: tuple[int, Place], what: str) -> None:
         batch, place = made
@@ -197,6 +203,11 @@ class Optimizers(Interceptor):
 
     def moved(self, module: nn.Module) -> None:
         self.generation += 1
+
+    def close(self) -> None:
+        """Remove the hooks on parameters."""
+        for hook in self._hooks_on_made.values():
+            hook.remove()
 
 
 def _alive(refs: Iterable[weakref.ref[Optimizer]]) -> list[Optimizer]:

@@ -96,7 +96,7 @@ class GradientAverager:
         facts[:-NUMBERS] = 1
         # numpy reads and writes a few numbers in a tenth of torch's time
         self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
-        self._signal = nn.Parameter(torch.zeros_like(facts))
+        self._signal = torch.zeros_like(facts).requires_grad_()  # an nn.Parameter would count as made in the batch
         self._signal.grad = self._means = torch.zeros_like(facts)
         self._means_on_host = None if facts.is_cuda else self._means.numpy()
         report = weakref.WeakMethod(self._report)  # autograd keeps its hooks alive, where no collector finds the cycle

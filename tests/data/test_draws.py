@@ -331,12 +331,29 @@ def test_all_ranks_draw_alike_while_they_read_a_stream(workers):
 
 
 @pytest.mark.ranks(2)
-def test_a_replicated_loader_augments_by_rank_in_training():
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_replicated_loader_augments_by_rank_in_training(workers):
     with parwrap.distributed(seed=0):
-        training, loader = Training(), parwrap.replicate(DataLoader(Noise(), batch_size=2))
+        training, loader = Training(), parwrap.replicate(DataLoader(Noise(), batch_size=2, num_workers=workers))
         seen = everyones(training.train(loader))
+        del loader
 
     assert 3 * 16 == len(set(seen))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_validation_samples_are_those_of_one_process(workers, shuffle):
+    def validated():
+        Training()
+        with torch.no_grad():
+            return [samples(batch) for batch in DataLoader(Noise(), batch_size=2, num_workers=workers, shuffle=shuffle)]
+
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    expected = validated()
+    with parwrap.distributed(seed=7):
+        assert expected == validated()
 
 
 @pytest.mark.ranks(2)

@@ -173,7 +173,7 @@ def test_a_model_made_inside_and_trained_in_a_later_batch_is_an_error():
             step(*late, x, y)
         return first
 
-    with pytest.raises(UsageError, match=MODEL_LATER):
+    with pytest.raises(UsageError, match=MODEL_LATER.replace("the parameters of a SGD", r"a parameter of shape \(1,\)")):
         train()
 
 
@@ -267,3 +267,38 @@ def test_a_parameter_of_an_earlier_batch_that_a_backward_at_another_line_reaches
     text = r"test_rule_six.py:\d+ trains a parameter of shape \(2, 1\) that test_rule_six.py:\d+ made inside the training pass"
     with pytest.raises(UsageError, match=text):
         train()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_parameter_that_a_batch_makes_and_a_later_batch_trains_by_hand_is_refused_at_a_line_that_trained_before(first):
+    with parwrap.distributed():
+        model, optimizer = made()
+        batches = iter(loader())
+        for _ in range(first):
+            step(model, optimizer, *next(batches))
+        x, y = next(batches)
+        offset = made_here()
+        step(model, optimizer, x + offset, y)
+        x, y = next(batches)
+        with pytest.raises(UsageError, match=rf"trains a parameter of shape \(2, 1\) that .*:{line_of(made_here)} made inside"):
+            step(model, optimizer, x + offset, y)
+
+
+def made_here():
+    return nn.Parameter(torch.zeros(2, 1))
+
+
+def line_of(function):
+    return function.__code__.co_firstlineno + 1
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_a_batch_makes_keep_no_hook():
+    with parwrap.distributed():
+        model, optimizer = made()
+        for x, y in loader():
+            latent = made_here()
+            step(model, optimizer, x + latent, y)
+
+    assert not latent._post_accumulate_grad_hooks
