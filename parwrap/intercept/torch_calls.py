@@ -367,10 +367,14 @@ def _norm(interceptor: Interceptor) -> Patches:
 # modules and parameters
 
 
+def _by_torch_distributed(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("torch.distributed.")
+
+
 def _made(interceptor: Interceptor) -> Patches:
     def new(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> nn.Parameter:
         parameter = wrapped(*args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _by_torch_distributed(sys._getframe(1)):  # fully_shard makes parameters of parameters
             interceptor.made(parameter)
         return parameter
 
@@ -580,7 +584,7 @@ def _seeded(interceptor: Interceptor) -> Patches:
     def patch(owner: Any, name: str, library: str) -> Patch:
         def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             result = wrapped(*args, **kwargs)
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):  # PowerSGD seeds a fork of the stream
+            if not _by_torch_distributed(sys._getframe(1)):  # PowerSGD seeds a fork of the stream
                 interceptor.seeded(library)
             return result
 

@@ -108,7 +108,7 @@ class Optimizers(Interceptor):
     def made(self, parameter: nn.Parameter) -> None:
         if self._passes.innermost:
             self._made_in[parameter] = self._passes.batches, script_place()
-            if parameter.requires_grad and type(parameter) is nn.Parameter:  # a backward at a known line looks at no graph
+            if parameter.requires_grad:  # a backward at a known line looks at no graph
                 self._hooks_on_made[parameter] = parameter.register_post_accumulate_grad_hook(self._got_gradient)
 
     def of_batch(self, leaf: torch.Tensor) -> bool:
