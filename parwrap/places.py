@@ -49,7 +49,7 @@ def script_place(frame: FrameType | None = None) -> Place:
         kind = _kind(frame.f_code.co_filename)
         if kind == SCRIPT:
             return Place(frame.f_code.co_filename, frame.f_lineno)
-        if outside is None and kind == LIBRARY and not frame.f_code.co_filename.startswith(_OURS):
+        if kind == LIBRARY and outside is None:
             outside = frame
         frame = frame.f_back
     found = outside or innermost
@@ -105,8 +105,10 @@ def from_script(frame: FrameType | None) -> bool:
         kind = _kind(frame.f_code.co_filename)
         if kind == SCRIPT:
             return True
+        if kind == OURS:
+            return False
         if kind == LIBRARY:
-            return not frame.f_code.co_filename.startswith(_OURS) and _in_main_package(frame)
+            return _in_main_package(frame)
         frame = frame.f_back
     return True
 
@@ -127,15 +129,17 @@ def is_standard(file: str) -> bool:
     return file.startswith(_STANDARD) and not is_installed(file)
 
 
-SCRIPT, LIBRARY, PASSING = range(3)
+SCRIPT, LIBRARY, OURS, PASSING = range(4)
 
 
 @functools.cache
 def _kind(file: str) -> int:
-    """Whether the source ``file`` contains code of the user, of a library, or code that only calls others."""
+    """Whether the source ``file`` contains code of the user, of a library, of torch or parwrap, or code that only calls others."""
     if file.startswith("<frozen ") or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
         return PASSING
-    return LIBRARY if file.startswith(_OURS) or is_installed(file) or not _is_in_script_directory(file) else SCRIPT
+    if is_ours(file):
+        return OURS
+    return LIBRARY if is_installed(file) or not _is_in_script_directory(file) else SCRIPT
 
 
 def _is_in_script_directory(file: str) -> bool:

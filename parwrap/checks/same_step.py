@@ -94,7 +94,7 @@ class SameStep:
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self._work, self._interrupts = passes, work, interrupts
         self.grows = self.ending = False
-        self._last = "its start"
+        self._last: str | Place = "its start"
         assert group.folder is not None
         ranks = group.world.node_ranks
         self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks)
@@ -153,7 +153,7 @@ class SameStep:
         """
         self.positions.averages(alike=not self._interrupts.raised)
 
-    def passed(self, place: str) -> None:
+    def passed(self, place: str | Place) -> None:
         """Training has come to ``place``, for errors about ranks that have ended there."""
         self._last = place
 

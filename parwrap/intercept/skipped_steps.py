@@ -78,7 +78,7 @@ def closures(interceptor: Interceptor) -> list[Any]:
 
 def is_image(optimizer: Any) -> bool:
     """Whether ``optimizer`` is the image that a skipped step runs on."""
-    return hasattr(optimizer, MARK)
+    return MARK in vars(optimizer)
 
 
 def _closure(args: tuple, kwargs: dict) -> Callable | None:

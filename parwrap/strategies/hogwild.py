@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +83,7 @@ class Hogwild(Strategy):
             with self._others_step():
                 self._weights.share(new, loop.passes.data_to_send() or NO_DATA, lambda data: compare_data(data, place))
             loop.passes.data_sent()
+        self._weights.watch(owned.values())
         self._generation = loop.optimizers.generation
 
     # steps
@@ -95,7 +96,7 @@ class Hogwild(Strategy):
     def stepped(self, optimizer: Optimizer) -> None:
         """Move parameters back into shared memory, since some steps give them other tensors."""
         self._weights.put_back()
-        self._loop.same_step.passed(str(script_place()))
+        self._loop.same_step.passed(script_place())
         if self._lock and len(stepping()) == 1:
             self._lock.release()
 
@@ -221,6 +222,7 @@ class _SharedWeights:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._watched: list[tuple[torch.Tensor, int]] = []
 
     def __bool__(self) -> bool:
         return bool(self._shared)
@@ -286,16 +288,20 @@ class _SharedWeights:
         finally:
             os.close(descriptor)
 
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look after ``parameters`` of optimizers from now on, and no longer after those before."""
+        self._watched = [(p, self._shared[p].data_ptr()) for p in parameters if p in self._shared]
+
     def put_back(self) -> bool:
         """Copy the values of tensors that have replaced shared ones, as ``p.data = ...`` does, into shared memory.
 
         Return whether all are shared again; a parameter with a new shape or dtype needs another :meth:`share`.
         """
         whole = True
-        for p, shared in self._shared.items():
-            if p.data_ptr() == shared.data_ptr():
+        for p, pointer in self._watched:
+            if p.data_ptr() == pointer:
                 continue
-            if _alike(p, shared):
+            if _alike(p, shared := self._shared[p]):
                 with torch.no_grad():
                     shared.copy_(p)
                 p.data = shared
@@ -312,7 +318,7 @@ class _SharedWeights:
                 storage = p.untyped_storage()
                 copy = copies.get(storage.data_ptr()) or copies.setdefault(storage.data_ptr(), storage.clone())
                 p.data = torch.empty(0, dtype=p.dtype).set_(copy, p.storage_offset(), p.shape, p.stride())
-        self._shared = WeakTensorKeyDictionary()
+        self._shared, self._watched = WeakTensorKeyDictionary(), []
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -160,7 +160,7 @@ class LocalSGD(DDP):
         current.weight += fmean(self._batches) if self._batches else 1.0
         self._counted += 1
         self._stepped = True
-        self._loop.same_step.passed(str(script_place()))
+        self._loop.same_step.passed(script_place())
         if current.steps >= self._loop.options().every:
             self._average([(optimizer, current)])
 
