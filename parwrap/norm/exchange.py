@@ -215,17 +215,14 @@ def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics
         process_group: their group, if the script has made one.
     """
     group = current()
-    if group is None:
+    if group is None or process_group is not None:  # ranks outside of the script's group send nothing, so positions would differ
         return Statistics(process_group or _group_of(ranks))
+    on_cpu = group.backend != "nccl"
     of_all = len(ranks) == group.world.size
-    if process_group is None:
-        on_cpu = group.backend != "nccl"
-        process_group = group.control if of_all and on_cpu else _group_of(ranks, timeout=group.timeout, backend=group.backend)
-    if not of_all:  # the others send nothing, so positions would differ
-        return Statistics(process_group)
-    by_memory = group.world.on_one_node and group.backend != "nccl" and keeps_order_of_writes()
+    together = group.control if of_all and on_cpu else _group_of(ranks, timeout=group.timeout, backend=group.backend)
+    by_memory = group.world.on_one_node and on_cpu and keeps_order_of_writes()
     # the control message is of the scope that is open when it is sent
-    return Statistics(process_group, lambda kind: group.control_message(kind), group.folder if by_memory else None)
+    return Statistics(together, lambda kind: group.control_message(kind), group.folder if by_memory else None)
 
 
 def _group_of(ranks: Sequence[int], **options: Any) -> Any:

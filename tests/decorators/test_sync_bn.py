@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
+from parwrap.errors import LockstepError
 from parwrap.ranks.group import alone
 
 
@@ -110,6 +112,27 @@ def test_groups_of_consecutive_ranks():
         assert [0.5, 0.5, 2.5, 2.5] == parwrap.gather(seen())
     with parwrap.sync_bn(group_size=1):
         assert [0.0, 1.0, 2.0, 3.0] == parwrap.gather(seen())
+
+
+@pytest.mark.ranks(4, fresh=True)
+def test_groups_of_consecutive_ranks_that_come_apart_are_an_error():
+    first, second, x = nn.BatchNorm1d(2), nn.BatchNorm1d(2), torch.randn(3, 2)
+
+    @parwrap.distributed
+    @parwrap.sync_bn(group_size=2)
+    def forward():
+        first(x), second(x)
+        if parwrap.rank() >= 2:
+            (first if parwrap.rank() == 2 else second)(x)
+
+    began = time.monotonic()
+    with pytest.raises(LockstepError) as raised:
+        forward()
+
+    assert time.monotonic() - began < 10
+    errors = "".join(parwrap.gather(str(raised.value)))
+    assert "rank 2 is in batch norm 1 of 2 channels at test_sync_bn.py" in errors
+    assert "rank 3 is in batch norm 2 of 2 channels at test_sync_bn.py" in errors
 
 
 @pytest.mark.ranks(3, fresh=True)
