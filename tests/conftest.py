@@ -16,14 +16,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--runslow", action="store_true", help="run the tests that are marked slow too")
+    parser.addoption("--full", action="store_true", help="run the tests that are marked slow too")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--runslow"):
+    if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: add --runslow"))
+                item.add_marker(pytest.mark.skip(reason="slow: add --full"))
 
 
 @pytest.fixture(autouse=True, scope="session")
