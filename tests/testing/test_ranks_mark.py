@@ -156,7 +156,7 @@ def test_the_mark_is_registered(run: Run):
 
 
 def test_the_plugin_does_not_import_torch():
-    subprocess.run([sys.executable, "-c", "import sys, parwrap.testing; sys.exit('torch' in sys.modules)"], check=True)
+    subprocess.run([sys.executable, "-c", "import sys, parwrap.testing.plugin; sys.exit('torch' in sys.modules)"], check=True)
 
 
 def still_running(pids: list[int]) -> list[int]:
