@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import warnings
 from textwrap import dedent
 
@@ -10,20 +11,22 @@ import pytest
 from inner_pytest import HEAD, Run
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the many processes that tests start would compile parwrap again
+sys.dont_write_bytecode = False
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each rank would start processes that import torch, for one small kernel
 # a shell starts background jobs with SIGINT ignored, which the ranks' fork server and other processes of tests would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--runslow", action="store_true", help="run the tests that are marked slow too")
+    parser.addoption("--full", action="store_true", help="run the tests that are marked slow too")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--runslow"):
+    if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: add --runslow"))
+                item.add_marker(pytest.mark.skip(reason="slow: add --full"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -49,6 +52,14 @@ def nothing_is_warned_of():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata calls
         yield
+
+
+@pytest.fixture
+def short_grace(monkeypatch) -> float:
+    """Seconds that an inner pytest gives the other ranks of a test that has failed."""
+    for module in ("plugin", "rank_pools"):
+        monkeypatch.setattr(f"parwrap.testing.{module}.GRACE", 0.5)
+    return 0.5
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import json
 import os
 from contextlib import suppress
 
-from parwrap.intercept.imported_names import note_loaded_modules
 from parwrap.testing.rank_process import minimal_pytest
 
 PRELOAD = "PARWRAP_TESTING_PRELOAD"
@@ -17,6 +16,8 @@ PRELOAD = "PARWRAP_TESTING_PRELOAD"
 
 def preload(modules: list[str], pytest_options: list[str]) -> None:
     """Import ``modules``, as far as they can be: the rank that needs another one shows its error."""
+    from parwrap.intercept.imported_names import note_loaded_modules  # imports torch, unlike this file, which pytest's own process imports
+
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -93,11 +94,14 @@ def differences(before: State, module: str) -> list[str]:
     for owner, names in before.classes.items():
         now = after.classes.get(owner, names)
         found += _replaced(owner, names, now)
-        found += [f"{owner}.{name}" for name, value in now.items() if name not in names and callable(value) and not _hooked(value)]
+        if names.keys() != now.keys():
+            found += [f"{owner}.{name}" for name, value in now.items() if name not in names and callable(value) and not _hooked(value)]
     return found
 
 
 def _replaced(owner: str, before: Namespace, after: Namespace) -> Iterator[str]:
+    if len(before) == len(after) and all(map(is_, before.values(), after.values())) and [*before] == [*after]:
+        return  # nearly always, for each of a thousand classes
     for name, value in before.items():
         if name not in after or (after[name] is not value and not _hooked(after[name])):
             yield f"{owner}.{name}"
@@ -137,7 +141,7 @@ def _classes(modules: Mapping[str, Namespace]) -> Iterator[tuple[str, Namespace]
     for module, names in modules.items():
         for name, value in names.items():
             if isinstance(value, type) and value.__module__ == module:
-                yield f"{module}.{name}", dict(vars(value))
+                yield f"{module}.{name}", vars(value).copy()
 
 
 def _values() -> Iterator[tuple[str, Any]]:

@@ -156,7 +156,7 @@ def test_the_mark_is_registered(run: Run):
 
 
 def test_the_plugin_does_not_import_torch():
-    subprocess.run([sys.executable, "-c", "import sys, parwrap.testing; sys.exit('torch' in sys.modules)"], check=True)
+    subprocess.run([sys.executable, "-c", "import sys, parwrap.testing.plugin; sys.exit('torch' in sys.modules)"], check=True)
 
 
 def still_running(pids: list[int]) -> list[int]:
@@ -193,6 +193,7 @@ def test_no_process_outlives_pytest(pytester: pytest.Pytester, inner_options: li
 
 
 @pytest.mark.parametrize("end", ["assert rank() == 0; time.sleep(60)", pytest.param("time.sleep(60)", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("short_grace")
 def test_no_process_outlives_its_test(run: Run, pytester: pytest.Pytester, end: str):
     result = run(
         f"""
