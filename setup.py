@@ -51,5 +51,5 @@ setup(
         "examples": ["scikit-learn"],
         "bench": ["accelerate", "lightning-fabric"],
     },
-    entry_points={"pytest11": ["parwrap = parwrap.testing.plugin"]},
+    entry_points={"console_scripts": ["parwrap = parwrap.__main__:main"], "pytest11": ["parwrap = parwrap.testing.plugin"]},
 )

@@ -1,28 +1,46 @@
-"""``python -m parwrap``: lists the commands."""
+"""The command ``parwrap``, which is also ``python -m parwrap``: chooses one of the commands that ``parwrap --help`` lists."""
 
-import argparse
+from __future__ import annotations
 
-import parwrap
+import sys
 
-COMMANDS = """\
-commands:
-  python -m parwrap.run [options] train.py [its options]
-                            run a plain training script on several ranks; --help lists the options
-  python -m parwrap.doctor  show what works here, what a launch would do, and each problem with its remedy
+__all__ = ["main"]
+
+HELP = """\
+usage: parwrap COMMAND ...
+
+  parwrap run [options] train.py [its options]   run a plain training script on several ranks
+  parwrap doctor [options]                       show what works here, and each problem with its remedy
+
+`parwrap COMMAND --help` lists the options of a command, and `parwrap --version` prints the version.
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m parwrap",
-        description="Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.",
-        epilog=COMMANDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}")
-    parser.parse_args()
-    parser.print_help()
+def main() -> int:
+    """Run the command line of this process. Returns its exit code."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        print(HELP, end="")
+    elif command == "--version":
+        import parwrap
+
+        print(parwrap.__name__, parwrap.__version__)
+    elif command == "run":
+        from parwrap.run import command as run
+
+        del sys.argv[1]
+        return run()
+    elif command == "doctor":
+        from parwrap.doctor.__main__ import main as doctor
+
+        del sys.argv[1]
+        return doctor()
+    else:
+        instead = f"`parwrap run {command}`" if command.endswith(".py") or command.startswith("-") else "`parwrap run` or `parwrap doctor`"
+        print(f"parwrap: there is no command {command}: write {instead}.", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
+"""``parwrap run [options] train.py ARGS``, or ``python -m parwrap.run``: run a plain script on several ranks.
 
 The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
 ``launching/reexec.py`` decides when it has to restart.
@@ -24,13 +24,25 @@ from parwrap.torch_private.dynamo import DYNAMO
 if TYPE_CHECKING:
     from parwrap.launching.plan import LaunchPlan
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``. Returns its exit code, or 2 if it cannot run."""
-    argv = sys.argv[1:] if argv is None else argv
-    is_command = __name__ == "__main__"
+def command() -> int:
+    """Run the command line of this process. Returns its exit code."""
+    try:
+        return main(sys.argv[1:], is_command=True)
+    except KeyboardInterrupt:
+        print("parwrap.run: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def main(argv: Sequence[str], is_command: bool = False) -> int:
+    """Run the command line ``argv``. Returns its exit code, or 2 if it cannot run.
+
+    Args:
+        argv: the options and the script with its arguments.
+        is_command: whether this process runs nothing else, so that it may restart or end itself.
+    """
     reexec = Reexec(os.environ, possible=is_command)
     environ = reexec.environ
     forks = reexec.for_ranks or (reexec.first and _several_ranks_likely(argv, environ))
@@ -180,8 +192,4 @@ def _torchs_warnings_off(argv: Sequence[str]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("parwrap.run: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+    sys.exit(command())

@@ -11,7 +11,7 @@ import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
-    *("run", "__main__", "doctor", "launching", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
+    *("__main__", "run", "doctor", "launching", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
     *("rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "errors"),
 ]
 """From the top down."""

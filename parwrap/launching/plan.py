@@ -14,7 +14,9 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Literal, NoReturn
 
 import parwrap
@@ -213,7 +215,30 @@ def describe_script(script: Script) -> dict[str, str]:
     }
 
 
+EXAMPLES = """\
+usage: parwrap run [options] train.py [its options]
+
+  parwrap run --nproc-per-node 2 train.py --epochs 3     two ranks on this machine
+  parwrap run --batch global --sync-bn train.py          all GPUs, with the numbers of one process
+  parwrap run --nnodes 2 --rdzv-endpoint HOST train.py   the same command on each of two machines
+
+options, each with its default behind the last semicolon:
+"""
+
+OF_TORCHRUN = {
+    "--nproc-per-node N": "ranks on this machine; its number of GPUs, or 1",
+    "--nnodes N": "machines, or their least and most, as 2:4; 1",
+    "--rdzv-endpoint HOST:PORT": "where machines meet: the first one",
+    "--max-restarts N": "how often a failed job starts again; 0",
+    "-m, --module": "train.py is the name of a module",
+    "--log-dir DIR": "write a log file of each rank there",
+}
+"""Those of torchrun's options that are needed most."""
+
+
 class _Parser(argparse.ArgumentParser):
+    ours: argparse._ArgumentGroup
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(
             "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."
@@ -221,13 +246,38 @@ class _Parser(argparse.ArgumentParser):
             else message
         )
 
+    def format_help(self) -> str:
+        """A few options of torchrun, and those of parwrap and of a launcher, a line each where it is enough."""
+        text = EXAMPLES + _rows({**OF_TORCHRUN, **_options_of(self.ours)})
+        text += _rows({"-h, --help; --help-all": "this list; all options of torchrun too"})
+        for group in self._action_groups[self._action_groups.index(self.ours) + 1 :]:
+            text += f"\n{group.title}:\n{_rows(_options_of(group))}"
+        return text
+
+
+def _options_of(group: argparse._ArgumentGroup) -> dict[str, str]:
+    return {
+        f"{each.option_strings[0]} {each.metavar or ''}".rstrip(): (each.help or "").replace("%%", "%") for each in group._group_actions
+    }
+
+
+def _rows(options: Mapping[str, str]) -> str:
+    rows = ((left, right) for option, text in options.items() for left, right in zip_longest([option], wrap(text, 50), fillvalue=""))
+    return "".join(f"  {left:27} {right}\n" for left, right in rows)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *of_option: Any) -> NoReturn:
+        print(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
+
 
 def command_parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m parwrap.run``."""
+    """The parser of ``parwrap run``, which is ``python -m parwrap.run``."""
     from torch.distributed.run import get_args_parser  # this imports torch, which the command must do after it starts its fork server
 
     parser = _Parser(
-        prog="python -m parwrap.run",
+        prog="parwrap run",
         description=(
             "Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun, with two different "
             "defaults: --nproc-per-node is the number of GPUs, or 1, and --start-method is forkserver."
@@ -235,7 +285,7 @@ def command_parser() -> argparse.ArgumentParser:
         parents=[get_args_parser()],
         add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="Print the version.")
+    parser.add_argument("--help-all", "--help_all", action=_HelpAll, nargs=0, help="show all options and exit")
     parser.add_argument(
         "--use-env",
         "--use_env",
@@ -245,22 +295,13 @@ def command_parser() -> argparse.ArgumentParser:
             "its source has that option. Other scripts never get it."
         ),
     )
-    ours = parser.add_argument_group("parwrap")
-    ours.add_argument(
-        "--plain",
-        action="store_true",
-        help="Only launch the script, as torchrun does: parwrap changes nothing in it, and it sees torchrun's environment variables.",
-    )
-    ours.add_argument(
-        "--all-ranks", "--all_ranks", action="store_true", help="Show the output of every rank, with the rank before each line."
-    )
-    ours.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the plan and start nothing.")
-    ours.add_argument(
-        "--launcher",
-        metavar="NAME",
-        help="Start the job on other machines, with slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
-    )
+    parser.ours = ours = parser.add_argument_group("parwrap")
+    ours.add_argument("--all-ranks", "--all_ranks", action="store_true", help="show the output of every rank")
+    ours.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and start nothing")
+    ours.add_argument("--plain", action="store_true", help="only launch the script, as torchrun does")
+    ours.add_argument("--launcher", metavar="NAME", help="slurm, kubeflow or ray, with options of its own")
     add_options(ours)
+    ours.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="print the version")
     return parser
 
 
@@ -277,7 +318,7 @@ def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
     hint = (
         f"did you mean {close[0]}?"
         if close
-        else "`python -m parwrap.run --help` lists the options; the script's own options come after its name."
+        else "`parwrap run --help-all` lists the options; the script's own options come after its name."
     )
     return f"there is no option {name}; {hint}"
 

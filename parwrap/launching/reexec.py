@@ -63,7 +63,22 @@ class Reexec:
             os.environ.pop(name, None)
 
     def _start_again(self, added: Mapping[str, str]) -> None:
-        begin = len(sys.orig_argv) - len(sys.argv[1:])
-        if self._possible and sys.orig_argv[begin - 2 : begin] == ["-m", "parwrap.run"]:
+        if self._possible and _is_command(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]):
             atexit._run_exitfuncs()
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**self.environ, **added, ADDED: " ".join(added)})
+
+
+def _is_command(before: list[str]) -> bool:
+    """Whether the arguments of the interpreter ``before`` those of the command start it, and nothing around it, such as a profiler.
+
+    >>> _is_command(["python", "-m", "parwrap.run"]), _is_command(["python", "bin/parwrap", "run"])
+    (True, True)
+    >>> _is_command(["python", "-m", "cProfile", "-m", "parwrap.run"]), _is_command(["python", "train.py"])
+    (False, False)
+    """
+    options = before[1:]
+    while options and options[0].startswith("-") and options[0] != "-m":
+        options = options[2 if options[0] in ("-X", "-W") else 1 :]
+    if options[-1:] == ["run"]:
+        return options[:-1] == ["-m", "parwrap"] or (len(options) == 2 and os.path.basename(options[0]) == "parwrap")
+    return options == ["-m", "parwrap.run"]

@@ -44,58 +44,45 @@ def _choice(text: str) -> str:
 
 
 SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
-    "backend": {"help": "Backend of the process group; by default nccl for GPUs and gloo for the CPU."},
-    "seed": {"type": _whole, "help": "Seed of torch, numpy and python on all ranks."},
-    "batch": {"help": "per_rank: each rank takes whole batches; global: each takes its part of every batch; by default per_rank."},
-    "uneven": {"help": "If samples do not divide evenly: pad repeats some; drop skips some; join uses each once; by default pad."},
-    "lr": {"help": "How learning rates follow the larger global batch: keep, linear or sqrt; by default keep."},
-    "loss": {"help": "How the loss combines the samples of a batch: mean or sum; by default mean."},
-    "draws": {
-        "help": "by-pass: ranks draw their own random numbers in training passes; per-rank: from the first backward on; by default by-pass."
-    },
-    "strategy": {
-        "help": f"How ranks train together: {'; '.join(f'{name}: {text}' for name, text in CHOICES['strategy'].items())}; by default ddp."
-    },
-    "bucket_cap_mb": {"type": _number, "help": "Size of DDP's gradient buckets in megabytes."},
-    "gradient_as_bucket_view": {
-        "action": "store_true",
-        "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
-    },
-    "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
-    "powersgd_rank": {"type": _whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
-    "wrap": {"type": _modules, "help": "With --strategy fsdp: modules to gather one by one: names of classes, or a number of parameters."},
-    "every": {"type": _whole, "help": "With --strategy local_sgd: average weights every N steps; by default 8."},
-    "warmup": {"type": _whole, "help": "With --strategy local_sgd: synchronous steps before the first local one."},
-    "outer": {"help": "With --strategy local_sgd: nesterov adds an outer optimizer, as in DiLoCo."},
-    "outer_lr": {"type": _number, "help": "With --outer: its learning rate; by default 0.7."},
-    "outer_momentum": {"type": _number, "help": "With --outer: its momentum; by default 0.9."},
-    "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank at a time takes a step."},
-    "servers": {"type": _whole, "help": "With --strategy parameter_server: the number of servers, which are the last ranks; by default 1."},
-    "staleness": {
-        "type": _whole,
-        "help": "With --strategy parameter_server: how many steps a worker may be ahead of the slowest; 0: they step together.",
-    },
-    "timeout": {"type": _number, "help": "Seconds that a rank waits for another; by default 1800."},
+    "seed": {"type": _whole, "metavar": "N", "help": "of torch, numpy and python on all ranks"},
+    "batch": {"metavar": "per-rank|global", "help": "whole batches each, or parts of each; per-rank"},
+    "uneven": {"metavar": "pad|drop|join", "help": "repeat samples, skip some, or use each once; pad"},
+    "lr": {"metavar": "keep|linear|sqrt", "help": "how rates follow the number of ranks; keep"},
+    "loss": {"metavar": "mean|sum", "help": "how it combines the samples of a batch; mean"},
+    "draws": {"metavar": "by-pass|per-rank", "help": "own draws in training passes, or always; by-pass"},
+    "backend": {"metavar": "NAME", "help": "of the process group; nccl for GPUs, else gloo"},
+    "timeout": {"type": _number, "metavar": "SECONDS", "help": "how long a rank waits for another; 1800"},
+    "strategy": {"metavar": "NAME", "help": f"{', '.join(CHOICES['strategy'])}; ddp"},
+    "bucket_cap_mb": {"type": _number, "metavar": "MB", "help": "size of DDP's gradient buckets"},
+    "gradient_as_bucket_view": {"action": "store_true", "help": "save memory; gradients change after the step"},
+    "compress": {"metavar": "NAME", "help": "send gradients as bf16, fp16 or powersgd"},
+    "powersgd_rank": {"type": _whole, "metavar": "N", "help": "powersgd: rank of the matrices; 4"},
+    "wrap": {"type": _modules, "metavar": "CLASSES|N", "help": "fsdp: modules to gather, or their parameters"},
+    "every": {"type": _whole, "metavar": "N", "help": "local_sgd: steps between averages; 8"},
+    "warmup": {"type": _whole, "metavar": "N", "help": "local_sgd: synchronous steps before them; 0"},
+    "outer": {"metavar": "nesterov", "help": "local_sgd: an outer optimizer, as in DiLoCo"},
+    "outer_lr": {"type": _number, "metavar": "LR", "help": "its learning rate; 0.7"},
+    "outer_momentum": {"type": _number, "metavar": "M", "help": "its momentum; 0.9"},
+    "lock": {"action": "store_true", "help": "hogwild: one rank at a time takes a step"},
+    "servers": {"type": _whole, "metavar": "N", "help": "parameter_server: the last N ranks; 1"},
+    "staleness": {"type": _whole, "metavar": "N", "help": "parameter_server: steps ahead of the slowest"},
 }
 """The arguments of ``argparse`` for each option of the scope."""
 
 DECORATORS: dict[str, dict[str, Any]] = {
-    "accumulate": {"type": _whole, "help": "Take an optimizer step every so many batches."},
-    "amp": {"help": "Mixed precision: bf16, fp16, auto, or one of Apex's levels, O0 to O3."},
-    "data_parallel": {
-        "type": _devices,
-        "help": "One process on several GPUs, each with a part of every batch: all, or their numbers, such as 0,1.",
-    },
-    "sync_bn": {"action": "store_true", "help": "Batch norms use the statistics of all ranks."},
-    "uniform_length": {"action": "store_true", "help": "Batches hold samples of similar length, with as little padding as possible."},
+    "accumulate": {"type": _whole, "metavar": "N", "help": "an optimizer step every N batches"},
+    "amp": {"metavar": "DTYPE", "help": "bf16, fp16, auto, or a level of Apex, O0 to O3"},
+    "sync_bn": {"action": "store_true", "help": "batch norms use the statistics of all ranks"},
+    "data_parallel": {"type": _devices, "metavar": "all|0,1", "help": "one process on several GPUs, by parts of batches"},
+    "uniform_length": {"action": "store_true", "help": "batches of samples of similar length"},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
 
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "no_gather": ("data_parallel", {"action": "store_true", "help": "With --data-parallel: keep outputs and losses on their devices."}),
-    "pad_value": ("uniform_length", {"type": _number, "help": "With --uniform-length: the value that sequences are padded with."}),
-    "max_tokens": ("uniform_length", {"type": _whole, "help": "With --uniform-length: the most tokens of a batch, instead of samples."}),
-    "multiple_of": ("uniform_length", {"type": _whole, "help": "With --uniform-length: round lengths up to a multiple of this."}),
+    "no_gather": ("data_parallel", {"action": "store_true", "help": "data_parallel: outputs stay on their devices"}),
+    "pad_value": ("uniform_length", {"type": _number, "metavar": "X", "help": "uniform_length: what sequences are padded with"}),
+    "max_tokens": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: of a batch, instead of samples"}),
+    "multiple_of": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: round lengths up to it"}),
 }
 """The other options of these decorators, each with the name of its decorator and its arguments of ``argparse``."""
 

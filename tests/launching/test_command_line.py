@@ -4,6 +4,8 @@ import json
 import string
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -124,7 +126,42 @@ def test_the_package_says_which_commands_there_are(started):
     stdout, stderr = started("-m", "parwrap").communicate(timeout=60)
 
     assert "" == stderr
-    assert "python -m parwrap.run [options] train.py" in stdout
+    assert "parwrap run [options] train.py" in stdout
+    assert "parwrap doctor" in stdout
+
+
+def test_an_unknown_command_is_refused_with_the_one_to_write(started):
+    process = started("-m", "parwrap", "train.py")
+
+    assert ("", "parwrap: there is no command train.py: write `parwrap run train.py`.\n") == process.communicate(timeout=60)
+    assert 2 == process.returncode
+
+
+@pytest.mark.parametrize("start", [["-m", "parwrap"], [str(Path(sysconfig.get_path("scripts"), "parwrap"))]])
+def test_parwrap_run_is_the_command_of_the_module(script, started, start):
+    script("import os, sys; print(sys.argv[1:], os.environ['RANK'])")
+    stdout, stderr = started(*start, "run", "--nproc-per-node", "2", "--plain", "--all-ranks", "train.py", "--seed").communicate(timeout=60)
+
+    assert "" == stderr
+    assert ["[rank 0] ['--seed'] 0", "[rank 1] ['--seed'] 1"] == sorted(stdout.splitlines())
+
+
+def test_the_help_has_a_line_for_each_option_of_parwrap_and_three_examples(capsys):
+    PARSER.print_help()
+    lines = capsys.readouterr().out.splitlines()
+
+    assert len(lines) <= 60
+    assert 3 == sum(line.startswith("  parwrap run ") for line in lines)
+    for action in PARSER.ours._group_actions:
+        assert any(line.startswith(f"  {action.option_strings[0]} ") for line in lines), action.option_strings
+
+
+def test_help_all_lists_the_options_of_torchrun_too(capsys):
+    with pytest.raises(SystemExit):
+        PARSER.parse_args(["--help-all"])
+
+    shown = capsys.readouterr().out
+    assert [] == [option for option in OURS if option.startswith("--") and "_" not in option and option not in shown]
 
 
 def test_one_rank_reads_stdin_and_stops_at_a_breakpoint(tmp_path, environ):

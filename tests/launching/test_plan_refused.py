@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--nproc-per-node=2", "--batsh=global", "train.py"], "there is no option --batsh; did you mean --batch?"),
         (
             ["--xyzzy", "train.py"],
-            "there is no option --xyzzy; `python -m parwrap.run --help` lists the options; the script's own options come after its name.",
+            "there is no option --xyzzy; `parwrap run --help-all` lists the options; the script's own options come after its name.",
         ),
         ([], "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."),
         (["--seed", "one", "train.py"], "argument --seed: 'one' is not an integer."),
