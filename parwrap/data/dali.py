@@ -14,7 +14,7 @@ from typing import Any
 
 from parwrap.checks.same_data import Held
 from parwrap.data.samplers import DealtBatches, samples_in
-from parwrap.data.sources import ANOTHER_SOURCE, PassIterator, Sources
+from parwrap.data.sources import PassIterator, Sources
 from parwrap.errors import UsageError
 from parwrap.intercept.dali import pipelines_of, readers_of
 from parwrap.loop import random_streams
@@ -23,6 +23,9 @@ from parwrap.places import Place, script_place, warn
 from parwrap.ranks.group import is_alone
 
 __all__ = ["Pipelines"]
+
+ANOTHER_SOURCE = 1_000_003
+"""Added to the seed for each further reader, so that readers that are zipped never pair a sample with itself."""
 
 NOTHING = object()
 

@@ -42,7 +42,7 @@ from parwrap.data.samplers import (
     share_length,
     shuffles,
 )
-from parwrap.data.sources import ANOTHER_SOURCE, PassIterator, Sources
+from parwrap.data.sources import PassIterator, Sources
 from parwrap.data.stateful import Reading, forwarded_states, take_state
 from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_split
 from parwrap.errors import UsageError
@@ -131,8 +131,9 @@ class _Known:
     """What is known about a loader.
 
     Attributes:
-        seed: the seed of its share; ``None`` before its first training pass.
-        epoch: the number of its training passes.
+        trained: the number of its training passes.
+        seed: the seed of the order of the last one.
+        resumed: the seed of an order that a loaded state goes on with.
         last: its last pass.
         open: its open passes, the innermost last.
         given: a length that was given before its first training pass, and where.
@@ -142,8 +143,9 @@ class _Known:
         iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
-    seed: int | None = None
-    epoch: int = 0
+    trained: int = 0
+    seed: int = 0
+    resumed: int | None = None
     last: Pass | None = None
     open: list[Pass] = field(default_factory=list)
     given: tuple[int, Place] | None = None
@@ -159,7 +161,6 @@ class Loaders(Sources, Interceptor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
-        self._seedings, self._loaders = 0, 0
         self._collector: int | None = None  # the thread in which the garbage collector runs
         self._undo = ExitStack()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
@@ -196,7 +197,7 @@ class Loaders(Sources, Interceptor):
         if shared:
             self._begin_share(iteration, loader, known, opened)
         else:
-            opened.refuses_backward = not training and known.epoch > 0 and place not in known.whole_at
+            opened.refuses_backward = not training and known.trained > 0 and place not in known.whole_at
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
             workers_seed = iteration.workers_seed
             if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
@@ -216,10 +217,9 @@ class Loaders(Sources, Interceptor):
         if self._options().uneven == "drop":
             refuse_nothing(loader, self._size)
         with self._drawing(random_streams.NONE):
-            seed = self._seed(loader, known)
-            share, opened.weights = self._share(loader, known, seed)
+            share, opened.weights = self._share(loader, known)
             known.held = held_by(loader) if known.held is None else known.held
-            opened.data = data_digits(loader, known.held, seed, known.epoch)
+            opened.data = data_digits(loader, known.held, known.seed)
             self._check_length(loader, known, opened)
         split = was_split(share.dataset)
         dealt = isinstance(loader.dataset, IterableDataset) and not split
@@ -230,7 +230,7 @@ class Loaders(Sources, Interceptor):
         take_state(loader)
         if loader.persistent_workers or hasattr(loader, "state_dict"):
             known.copy = share
-        known.epoch += 1
+        known.trained += 1
         if dealt:
             iteration.reading = random_streams.NONE
         else:
@@ -274,7 +274,7 @@ class Loaders(Sources, Interceptor):
         if not opened.drawn or self._trained_in(opened) or opened.place in known.whole_at or opened.said:
             return
         known.whole_at.add(opened.place)
-        known.epoch -= 1
+        known.trained -= 1
         warn(
             f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
             "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
@@ -293,24 +293,26 @@ class Loaders(Sources, Interceptor):
 
     # what a rank reads
 
-    def _share(self, loader: DataLoader, known: _Known, seed: int) -> tuple[DataLoader, deque[float] | None]:
+    def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
         """The copy of ``loader`` that this rank reads, and the weights of its batches as they are drawn."""
         options, rank, size = self._options(), self._rank, self._size
+        sampler = _sampler(loader)
+        divides = loader.batch_size is not None or loader.batch_sampler is not None
+        together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
+        by_torch = type(sampler) is DistributedSampler or (is_plain(loader) and not together)
+        known.seed, known.resumed = self._seed(loader, sampler, by_torch) if known.resumed is None else known.resumed, None
         if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
-            return self._continued(known.copy, known.epoch)
+            return self._continued(known.copy, known.seed)
         if isinstance(loader.dataset, IterableDataset):
             share = copied_with(loader, **part_of_stream(loader, rank, size, options))
             return share, deque() if _yields_parts(share) else None
-        sampler = _sampler(loader)
         if divides_itself(sampler, rank, size):
             self._refuse_global(loader, sampler)
             return copied_with(loader), None
-        divides = loader.batch_size is not None or loader.batch_sampler is not None
-        together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
         batches: Any = None
-        if type(sampler) is DistributedSampler or (is_plain(loader) and not together):
+        if by_torch:
             dealt = not (together or batches_by_size(loader))
-            batches = resampled(loader, self._distributed(loader, sampler, seed, known.epoch, 1 if together or dealt else size))
+            batches = resampled(loader, self._distributed(loader, sampler, known.seed, 1 if together or dealt else size))
             if dealt:
                 batches = DealtBatches(_SharedDraws(batches, self), rank, size, options.uneven)
         else:
@@ -335,22 +337,18 @@ class Loaders(Sources, Interceptor):
                 "dataset already, in its own way. Make it with num_replicas=1 and rank=0, so that every rank draws the whole batches."
             )
 
-    def _distributed(self, loader: DataLoader, sampler: Any, seed: int, epoch: int, size: int) -> DistributedSampler:
-        """Torch's sampler for this rank: for a plain loader as ``DistributedSampler(seed)``, else a copy of the script's own."""
-        rank, uneven = self._rank if size > 1 else 0, self._options().uneven
+    def _distributed(self, loader: DataLoader, sampler: Any, seed: int, size: int) -> DistributedSampler:
+        """Torch's sampler for this rank, for a plain loader or for the script's own ``DistributedSampler``."""
+        rank = self._rank if size > 1 else 0
         if isinstance(sampler, DistributedSampler):
-            own: DistributedSampler = DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, sampler.seed, sampler.drop_last)
-            epoch = sampler.epoch
-        else:
-            own = distributed_sampler(loader, rank, size, seed, uneven)
-        own.set_epoch(epoch)
-        return own
+            return DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, seed, sampler.drop_last)
+        return distributed_sampler(loader, rank, size, seed, self._options().uneven)
 
-    def _continued(self, share: DataLoader, epoch: int) -> tuple[DataLoader, deque[float] | None]:
-        """The copy whose workers persist, for the next epoch."""
+    def _continued(self, share: DataLoader, seed: int) -> tuple[DataLoader, deque[float] | None]:
+        """The copy whose workers persist, in another order."""
         sampler = getattr(share.batch_sampler, "sampler", share.sampler)
         if isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(epoch)
+            sampler.seed = seed
         return share, deque() if _yields_parts(share) else getattr(share.batch_sampler, "weights", None)
 
     def _workers_seed(self, loader: DataLoader) -> int | None:
@@ -362,16 +360,19 @@ class Loaders(Sources, Interceptor):
         with self._drawing(random_streams.NONE):
             return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
-    def _seed(self, loader: DataLoader, known: _Known) -> int:
-        """The seed of this loader's share: that of the shared streams or of its generator, and another one for each further loader."""
-        if self._seedings != self._passes.streams.seedings:
-            self._seedings, self._loaders = self._passes.streams.seedings, 0
-        if known.seed is None:
-            generator = getattr(_sampler(loader), "generator", None) or loader.generator
-            seed = self._passes.streams.seed() if generator is None else generator.initial_seed()
-            known.seed = (seed + ANOTHER_SOURCE * self._loaders) % 2**62
-            self._loaders += 1
-        return known.seed
+    def _seed(self, loader: DataLoader, sampler: Any, by_torch: bool) -> int:
+        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws one, so that the order is that of one process.
+
+        Other samplers draw by themselves: of these, it is what they would draw first, to compare it with the other ranks.
+        """
+        if type(sampler) is DistributedSampler:
+            return sampler.seed + sampler.epoch
+        if not shuffles(loader):
+            return 0
+        generator = _generator(loader) or torch.default_generator
+        if not by_torch:
+            generator = generator.clone_state()
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
     def _drawing(self, own: frozenset[str]) -> Any:
         return self._passes.streams.used(own if self.in_loop() else random_streams.NONE)
@@ -423,7 +424,7 @@ class Loaders(Sources, Interceptor):
     def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:
         """Name a length that was given before the first training pass and is not that pass's: a schedule may have been built from it."""
         given, known.given = known.given, None
-        if given is None or known.epoch:
+        if given is None or known.trained:
             return
         length, place = given
         try:
@@ -445,12 +446,14 @@ class Loaders(Sources, Interceptor):
         known = self.known(loader)
         last = known.last
         if last is None or not last.shared:
-            return Reading(None, known.epoch, known.seed)
-        return Reading(known.copy, known.epoch - (not last.exhausted), known.seed)
+            return Reading(None)
+        return Reading(known.copy, None if last.exhausted else known.seed, _generator(loader))
 
-    def _resume(self, loader: DataLoader, epoch: int, seed: int | None) -> None:
-        known = self.known(loader)
-        known.epoch, known.seed, known.copy = epoch, seed, None
+    def _resume(self, loader: DataLoader, seed: int | None, drawn: torch.Tensor | None) -> None:
+        known, generator = self.known(loader), _generator(loader)
+        known.resumed, known.copy = seed, None
+        if drawn is not None and generator is not None:
+            generator.set_state(drawn)
 
     def close(self) -> None:
         self._undo.close()
@@ -530,6 +533,11 @@ def _yields_parts(share: DataLoader) -> bool:
 
 def _sampler(loader: DataLoader) -> Any:
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _generator(loader: DataLoader) -> torch.Generator | None:
+    """The generator that ``loader`` draws its order from, if it is not the default one."""
+    return getattr(_sampler(loader), "generator", None) or loader.generator
 
 
 def _draws_nothing(dataset: Any) -> bool:

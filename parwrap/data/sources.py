@@ -21,10 +21,7 @@ from parwrap.options import Options
 from parwrap.places import Place
 from parwrap.ranks.group import Group
 
-__all__ = ["ANOTHER_SOURCE", "PassIterator", "Sources", "trains"]
-
-ANOTHER_SOURCE = 1_000_003
-"""Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
+__all__ = ["PassIterator", "Sources", "trains"]
 
 
 def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:

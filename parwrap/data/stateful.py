@@ -1,4 +1,4 @@
-"""The state of torchdata's ``StatefulDataLoader``: that of the copy that this rank reads, with the epoch and the seed of its order.
+"""The state of torchdata's ``StatefulDataLoader``: that of the copy that this rank reads, with the seed of its order.
 
 Ranks read as many batches each, so rank 0's state, which is the one in a checkpoint, holds for all.
 """
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 
 from parwrap.intercept.patch import Patch, when_imported
@@ -24,36 +25,37 @@ class Reading(NamedTuple):
 
     Attributes:
         copy: the copy that is read; ``None`` if the loader itself is read.
-        epoch: the epoch of its order, or of the next one if it is exhausted.
-        seed: the seed of its order.
+        seed: the seed of its order; ``None`` if it is exhausted.
+        generator: a generator of its own that the next orders are drawn from.
     """
 
     copy: DataLoader | None
-    epoch: int
-    seed: int | None
+    seed: int | None = None
+    generator: torch.Generator | None = None
 
 
 def forwarded_states(
-    reading: Callable[[DataLoader], Reading], resume: Callable[[DataLoader, int, int | None], None]
+    reading: Callable[[DataLoader], Reading], resume: Callable[[DataLoader, int | None, torch.Tensor | None], None]
 ) -> AbstractContextManager[None]:
-    """Inside the block, ``state_dict()`` of a stateful loader is that of what is read, and ``load_state_dict()`` resumes its epoch.
+    """Inside the block, ``state_dict()`` of a stateful loader is that of what is read, and ``load_state_dict()`` resumes its order.
 
     Args:
         reading: a function that returns what a loader reads.
-        resume: called with a loader, an epoch and a seed that were saved.
+        resume: called with a loader, and the seed and the state of its generator that were saved.
     """
 
     def state_dict(wrapped: Callable, loader: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
         now = reading(loader)
         if now.copy is None or now.copy is loader:
             return wrapped(*args, **kwargs)
-        return {**now.copy.state_dict(), KEY: {"epoch": now.epoch, "seed": now.seed}}  # type: ignore[attr-defined]
+        drawn = None if now.generator is None else now.generator.get_state()
+        return {**now.copy.state_dict(), KEY: {"seed": now.seed, "generator": drawn}}  # type: ignore[attr-defined]
 
     def load_state_dict(wrapped: Callable, loader: Any, args: tuple, kwargs: dict) -> None:
         state = args[0] if args else kwargs["state_dict"]
         wrapped({key: value for key, value in state.items() if key != KEY})
         if KEY in state:
-            resume(loader, state[KEY]["epoch"], state[KEY]["seed"])
+            resume(loader, state[KEY]["seed"], state[KEY]["generator"])
 
     def patches(module: ModuleType) -> list[Patch]:
         kind = module.StatefulDataLoader

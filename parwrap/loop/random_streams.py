@@ -104,9 +104,6 @@ class RandomStreams:
     Args:
         rank: this rank; its own streams are seeded with the shared seed plus ``rank``.
 
-    Attributes:
-        seedings: how often the script has seeded torch.
-
     >>> streams = RandomStreams(rank=1)
     >>> seed_all(0)
     >>> with streams.used(TRAINING):
@@ -121,7 +118,6 @@ class RandomStreams:
         self._own: Libraries = NONE
         self._kept: dict[str, Any] = {}
         self._shared_seed: int | None = None
-        self.seedings = 0
 
     def seed(self) -> int:
         """The seed of the shared streams, as ``torch.initial_seed()`` has it."""
@@ -163,7 +159,6 @@ class RandomStreams:
     def script_seeded(self, library: str) -> None:
         """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
         if library == "torch":
-            self.seedings += 1
             _begun_at.pop(torch.initial_seed(), None)
         if not self._kept:
             return

@@ -26,13 +26,21 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
-from parwrap.errors import UsageError
+from drawn_order import DrawnOrder
+from parwrap.errors import RankMismatchError, UsageError
 from training import Training, everyones, samples
 
 
 def batches_of(loader, training):
     """The samples of each batch of a training pass."""
     return [samples(batch) for batch in loader if not training.step()]
+
+
+def training_then_seed(seed):
+    """A model that trains, which has drawn its weights before the streams are seeded."""
+    training = Training()
+    torch.manual_seed(seed)
+    return training
 
 
 # per rank: DistributedSampler
@@ -44,42 +52,74 @@ def batches_of(loader, training):
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
 def test_a_plain_loader_is_read_by_distributed_sampler(shuffle, drop_last, uneven):
     with parwrap.distributed(seed=3, uneven=uneven):
-        training, loader = Training(), DataLoader(range(20), batch_size=3, shuffle=shuffle, drop_last=drop_last)
+        training, loader = training_then_seed(3), DataLoader(range(20), batch_size=3, shuffle=shuffle, drop_last=drop_last)
         epochs = [batches_of(loader, training) for _ in range(3)]
 
         assert [len(loader)] * 3 == list(map(len, epochs))
-    sampler = DistributedSampler(range(20), shuffle=shuffle, seed=3, drop_last=uneven == "drop")
-    for epoch, actual in enumerate(epochs):
-        sampler.set_epoch(epoch)
+    sampler = DrawnOrder(range(20), shuffle=shuffle, seed=3, drop_last=uneven == "drop")
 
-        assert list(BatchSampler(sampler, 3, drop_last)) == actual
+    assert [list(BatchSampler(sampler, 3, drop_last)) for _ in epochs] == epochs
 
 
 @pytest.mark.ranks(2)
-def test_the_seed_is_that_of_the_loaders_generator_if_it_has_one():
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_ranks_read_in_turn_what_one_process_reads(options):
+    def read(train):
+        shuffled = [DataLoader(range(12), batch_size=2, shuffle=True, **options) for _ in range(2)]
+        seen = [train(loader) for loader in (*shuffled, shuffled[0])]
+        return seen, torch.rand(1)
+
+    torch.manual_seed(5)
+    expected, drawn = read(lambda loader: [sample for batch in loader for sample in batch.tolist()])
+    with parwrap.distributed(seed=5):
+        seen, drawn_after = read(training_then_seed(5).train)
+
+    assert [each[parwrap.rank() :: 2] for each in expected] == seen
+    assert drawn == drawn_after
+
+
+@pytest.mark.ranks(2)
+def test_the_order_goes_on_in_the_next_call_and_from_a_state_of_the_stream():
+    @parwrap.distributed
+    def epoch():
+        return Training().train(DataLoader(range(12), batch_size=2, shuffle=True))
+
+    torch.manual_seed(5)
+    seen = [epoch()]
+    state = torch.get_rng_state()
+    seen += [epoch(), epoch()]
+    torch.manual_seed(1)
+    torch.set_rng_state(state)
+
+    assert seen[1:] == [epoch(), epoch()]
+    assert 3 == len({str(each) for each in seen})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_rank_that_has_drawn_more_reads_in_another_order_which_is_an_error(batch):
+    with parwrap.distributed(batch=batch):
+        training = Training()
+        torch.rand(1 + parwrap.rank())
+        with pytest.raises(RankMismatchError, match="the samples in different orders"):
+            training.train(DataLoader(range(12), batch_size=2, shuffle=True))
+
+
+@pytest.mark.ranks(2)
+def test_the_order_is_drawn_from_the_loaders_generator_if_it_has_one():
     with parwrap.distributed(seed=3):
         loader = DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(11))
         seen = Training().train(loader)
 
-    assert list(DistributedSampler(range(20), seed=11)) == seen
+    assert list(DrawnOrder(range(20), seed=11)) == seen
 
 
 @pytest.mark.ranks(2)
 def test_the_seed_is_that_of_the_script():
     with parwrap.distributed():
-        torch.manual_seed(11)
-        seen = Training().train(DataLoader(range(20), batch_size=2, shuffle=True))
+        seen = training_then_seed(11).train(DataLoader(range(20), batch_size=2, shuffle=True))
 
-    assert list(DistributedSampler(range(20), seed=11)) == seen
-
-
-@pytest.mark.ranks(2)
-def test_each_further_loader_that_trains_has_another_seed():
-    with parwrap.distributed(seed=3):
-        training = Training()
-        seen = [training.train(DataLoader(range(20), batch_size=2, shuffle=True)) for _ in range(2)]
-
-    assert [list(DistributedSampler(range(20), seed=3)), list(DistributedSampler(range(20), seed=3 + 1_000_003))] == seen
+    assert list(DrawnOrder(range(20), seed=11)) == seen
 
 
 @pytest.mark.ranks(2)
@@ -294,11 +334,11 @@ def test_the_last_batches_are_padded_from_the_first_or_dropped(uneven, expected)
 @pytest.mark.parametrize("batch", ["per_rank", "global"])
 def test_items_without_batches_are_dealt_out(batch):
     with parwrap.distributed(seed=3, batch=batch):
-        training, loader = Training(), DataLoader(torch.arange(16.0).view(8, 2), batch_size=None, shuffle=True)
+        training, loader = training_then_seed(3), DataLoader(torch.arange(16.0).view(8, 2), batch_size=None, shuffle=True)
         seen = [int(batch[0] / 2) for batch in loader if not training.step()]
 
         assert 4 == len(loader)
-    assert list(DistributedSampler(range(8), seed=3)) == seen
+    assert list(DrawnOrder(range(8), seed=3)) == seen
 
 
 @pytest.mark.ranks(2)
@@ -580,12 +620,6 @@ def test_persistent_workers_read_a_new_order_in_each_epoch(batch):
         assert [list(range(16))] * 3 == [everyones(each) for each in epochs]
     del plain
     assert 3 == len({str(each) for each in epochs})
-    if batch == "per_rank":
-        sampler = DistributedSampler(range(16), seed=0)
-        for epoch, seen in enumerate(epochs):
-            sampler.set_epoch(epoch)
-
-            assert list(sampler) == seen
 
 
 @pytest.mark.ranks(2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
+from drawn_order import DrawnOrder
 from training import Training, samples
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
@@ -45,14 +45,15 @@ def test_a_pass_is_resumed_from_its_state(options, epochs):
 
 
 @pytest.mark.ranks(2)
-def test_the_state_of_an_exhausted_pass_is_followed_by_the_next_epoch():
+def test_the_state_of_an_exhausted_pass_is_followed_by_the_next_order():
     with parwrap.distributed(seed=1):
         training, first = Training(), loader(shuffle=True)
         training.train(first)
-        state = first.state_dict()
+        state, drawn = first.state_dict(), torch.get_rng_state()
         expected = training.train(first)
         resumed = loader(shuffle=True)
         resumed.load_state_dict(state)
+        torch.set_rng_state(drawn)
 
         assert expected == training.train(resumed)
 
@@ -62,7 +63,7 @@ def test_the_order_is_distributed_samplers():
     with parwrap.distributed(seed=1):
         seen = Training().train(loader(shuffle=True, generator=torch.Generator().manual_seed(7)))
 
-    assert list(DistributedSampler(range(16), seed=7)) == seen
+    assert list(DrawnOrder(range(16), seed=7)) == seen
 
 
 @pytest.mark.ranks(2)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from drawn_order import DrawnOrder
 from parwrap.ranks.group import alone
 from parwrap.strategies.ddp_averager import GradientAverager
 
@@ -246,9 +247,8 @@ def ddp_with_no_sync(model, data, n, amp):
     """Accumulation as torch's documentation has it."""
     ddp, scaler = DistributedDataParallel(model), torch.amp.GradScaler("cpu", enabled=amp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    sampler = DistributedSampler(data, seed=3)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
+    sampler = DrawnOrder(data, seed=3)
+    for _ in range(2):
         for number, (x, y) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
             closes = (number + 1) % n == 0
             with contextlib.nullcontext() if closes else ddp.no_sync():

@@ -1,4 +1,4 @@
-"""``batch="per_rank"`` is bit for bit hand-written DDP with ``DistributedSampler(seed)``."""
+"""``batch="per_rank"`` is bit for bit hand-written DDP that reads the same samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from drawn_order import DrawnOrder
 from parwrap.checks.same_step import NUMBERS
 
 SEED = 3
@@ -36,9 +37,7 @@ def equal(model, by_hand):
 
 def trained(model, step, loader, epochs=2, lr=0.1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for epoch in range(epochs):
-        if isinstance(loader.sampler, DistributedSampler):
-            loader.sampler.set_epoch(epoch)
+    for _ in range(epochs):
         for number, (x, y) in enumerate(loader):
             step(model, optimizer, x, y, number)
 
@@ -60,7 +59,7 @@ def against_ddp(model, step=plain_step, by_hand_step=None, **options):
 
     train()
     torch.manual_seed(SEED + rank)  # what a rank draws inside of its training passes
-    sampler = DistributedSampler(data, seed=SEED)
+    sampler = DrawnOrder(data, seed=SEED)
     loader = DataLoader(data, batch_size=4, sampler=sampler, generator=torch.Generator())
     trained(by_hand, by_hand_step or step, loader)
     return equal(model, by_hand)
@@ -167,7 +166,7 @@ def test_checkpoints_equal_the_same_layers_without_them(kind, reentrant):
     model, data = made(lambda: kind(reentrant)), dataset()
     by_hand = DistributedDataParallel(Uncheckpointed(copy.deepcopy(model)))
     parwrap.distributed(seed=SEED)(lambda: trained(model, plain_step, DataLoader(data, batch_size=4, shuffle=True)))()
-    trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=SEED)))
+    trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DrawnOrder(data, seed=SEED)))
 
     assert set(equal(model, by_hand.module.inner).values()) == {True}
 
@@ -214,7 +213,7 @@ def test_a_gan_with_two_optimizers():
     copies = copy.deepcopy(models)
     by_hand = {name: DistributedDataParallel(copies[name], broadcast_buffers=False) for name in ("g", "d")}
     parwrap.distributed(seed=SEED)(lambda: train(models["g"], models["d"], DataLoader(data, batch_size=4, shuffle=True)))()
-    train(by_hand["g"], by_hand["d"], DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=SEED)))
+    train(by_hand["g"], by_hand["d"], DataLoader(data, batch_size=4, sampler=DrawnOrder(data, seed=SEED)))
 
     assert set(equal(models, copies).values()) == {True}
 
@@ -226,7 +225,7 @@ def test_a_model_compiled_by_torch():
     data = dataset()
     compiled = torch.compile(model, backend="aot_eager")
     parwrap.distributed(seed=SEED)(lambda: trained(compiled, plain_step, DataLoader(data, batch_size=4, shuffle=True)))()
-    trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=SEED)))
+    trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DrawnOrder(data, seed=SEED)))
 
     assert set(equal(model, by_hand).values()) == {True}
 
@@ -236,7 +235,7 @@ def test_three_ranks_equal_ddp_with_one_more_small_parameter():
     model, data = made(mlp), dataset()
     by_hand = DistributedDataParallel(WithSignal(copy.deepcopy(model)))
     parwrap.distributed(seed=SEED)(lambda: trained(model, plain_step, DataLoader(data, batch_size=4, shuffle=True)))()
-    trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=SEED)))
+    trained(by_hand, plain_step, DataLoader(data, batch_size=4, sampler=DrawnOrder(data, seed=SEED)))
 
     assert set(equal(model, by_hand.module.inner).values()) == {True}
 

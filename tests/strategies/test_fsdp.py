@@ -10,6 +10,7 @@ from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from drawn_order import DrawnOrder
 
 
 class Block(nn.Module):
@@ -61,6 +62,7 @@ def train(kind=Transformer, optimizer="sgd", epochs=1, clip=None):
     torch.manual_seed(0)
     model = kind()
     chosen = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(0)
     losses = []
     for _ in range(epochs):
         for (batch,) in DataLoader(TensorDataset(kind.data()), batch_size=2, shuffle=True):
@@ -126,7 +128,7 @@ def by_hand(kind, optimizer, clip):
     scalars = [p for p in model.parameters() if not p.dim()]
     fully_shard(model, ignored_params=set(scalars))
     chosen = OPTIMIZERS[optimizer](model.parameters())
-    share = torch.utils.data.DistributedSampler(range(12), parwrap.world_size(), parwrap.rank(), seed=0)
+    share = DrawnOrder(range(12), num_replicas=parwrap.world_size(), rank=parwrap.rank(), seed=0)
     for batch in DataLoader(kind.data(), batch_size=2, sampler=share):
         chosen.zero_grad()
         kind.loss(model, batch).backward()
