@@ -82,6 +82,14 @@ def _block(channels: int, after: int) -> tuple[nn.Module, ...]:
 # the ways to train
 
 
+class _InDrawnOrder(DistributedSampler):
+    """Reads in turn the order that one process draws, as parwrap does."""
+
+    def __iter__(self) -> Iterator:
+        self.seed = int(torch.empty((), dtype=torch.int64).random_())
+        return super().__iter__()
+
+
 class Loop(NamedTuple):
     """What a way makes of a plain loop.
 
@@ -116,8 +124,7 @@ class Turn(NamedTuple):
 def by_hand(case: Case, meeting: str) -> Iterator[Loop]:
     with _group(meeting):
         model, data = _model(case), _data(case)
-        sampler: DistributedSampler = DistributedSampler(data, drop_last=True)
-        loader = DataLoader(data, case.batch, sampler=sampler)
+        loader = DataLoader(data, case.batch, sampler=_InDrawnOrder(data, drop_last=True))
         yield Loop(DistributedDataParallel(model), _optimizer(model), loader)
 
 
@@ -253,9 +260,9 @@ class Clock:
 def turn(way: str, case: Case, meeting: str, clock: Clock | None = None) -> Turn:
     """Train in one ``way``; with a ``clock``, every call of the second pass is timed too."""
     with clock.of_torch() if clock else nullcontext(), WAYS[way](case, meeting) as loop:
-        train_pass(loop, 0)
+        train_pass(loop)
         gc.collect()
-        seconds = train_pass(_timed(loop, clock) if clock else loop, 1) / (case.steps - 1)
+        seconds = train_pass(_timed(loop, clock) if clock else loop) / (case.steps - 1)
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in loop.model.parameters())).hexdigest()
         time.sleep(0.05)  # a group that ends waits for its threads with the GIL held, which their last work may still need
     return Turn(seconds, weights)
@@ -280,7 +287,7 @@ class _Named:
 
 class _TimedLoader:
     def __init__(self, loader: Any, clock: Clock) -> None:
-        self.sampler, self._loader, self._clock = loader.sampler, loader, clock
+        self._loader, self._clock = loader, clock
 
     def __iter__(self) -> Iterator:
         draw = self._clock.outside("next", iter(self._loader).__next__)
@@ -292,11 +299,9 @@ class _TimedLoader:
             yield batch
 
 
-def train_pass(loop: Loop, epoch: int) -> float:
+def train_pass(loop: Loop) -> float:
     """Train one pass; returns the seconds of all its steps but the first."""
     model, optimizer, loader, backward, criterion = loop
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.set_epoch(epoch)
     began = 0.0
     for inputs, targets in loader:
         optimizer.zero_grad()

@@ -361,7 +361,7 @@ class Loaders(Sources, Interceptor):
             return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
     def _seed(self, loader: DataLoader, sampler: Any, by_torch: bool) -> int:
-        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws one, so that the order is that of one process.
+        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws one: all ranks read one process's order in turn.
 
         Other samplers draw by themselves: of these, it is what they would draw first, to compare it with the other ranks.
         """
