@@ -21,7 +21,7 @@ OTHERS = {
     *("_DummyThread", "_FileOpeners", "_PathGlobber", "_StringGlobber", "_Traced", "_actions", "_blksize", "_builtin_open", "_config"),
     *("_current_frames", "_datasource", "_distributed", "_end_with_pytest", "_ends", "_epoch", "_fields", "_finalize", "_fixtureinfo"),
     *("_forkserver", "_forkserver_pid", "_instances", "_io", "_ispytest", "_normal_accessor", "_option_string_actions", "_options"),
-    *("_popen", "_pytest", "_resource_tracker", "_start", "_stop", "_use_item_location", "_wrap_update"),
+    *("_group_actions", "_popen", "_pytest", "_resource_tracker", "_sources", "_start", "_stop", "_use_item_location", "_wrap_update"),
 }
 """Private names of other libraries, and parwrap's own of other files."""
 
