@@ -34,9 +34,9 @@ class pad_collate:
             ``labels`` with -100.
         multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence of
             a sample and to others that always have the same length as it.
-        attention_mask: whether to add a mask of ones for tokens and zeros for padding. It is that of the field ``input_ids``, or of the
-            first sequence, and becomes ``attention_mask`` in a dict, or the last of the fields. By default for dicts with ``input_ids`` and
-            no mask.
+        attention_mask: whether to add a mask of ones for tokens and zeros for padding. It follows ``input_ids``, or else the
+            first sequence. In a dict its key is ``attention_mask``; in a tuple it comes last. By default it is added to dicts that have
+            ``input_ids`` and no mask.
         fields: names or positions of the sequences; detected by default.
 
     Raises:

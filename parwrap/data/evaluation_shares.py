@@ -224,7 +224,7 @@ class Evaluation(Interceptor):
         )
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
-        """Ranks sum up their states of metrics of torchmetrics, so a rank that stands in updates none."""
+        """torchmetrics sums the states of a metric over the ranks, so a rank that only stands in must not update one."""
         return None if self.stands_in and not self.asleep else update()
 
     def _begin(self, batches: int) -> int:

@@ -56,7 +56,7 @@ class Passed(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The result of one rank, and the passes behind it."""
+    """The result of one rank, and the passes over loaders that it was computed from."""
 
     result: Any
     passes: list[Passed]

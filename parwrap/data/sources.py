@@ -87,7 +87,7 @@ class Sources:
             of = f" of {opened.whole}" if opened.whole is not None else ""
             self._say(
                 f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks, its share; parwrap.reduce_sum adds up "
-                "what the script counts over a pass"
+                "what the script sums over a pass, such as losses and counts"
             )
 
     def close(self) -> None:

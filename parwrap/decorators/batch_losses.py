@@ -60,7 +60,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """Return a loss whose averaged gradient is that of the mean over all tokens or samples that the ranks count.
+    """Return a loss for ``backward``, whose gradient, averaged over the ranks, is that of the mean over all their tokens or samples.
 
     A mean of the ranks' means would give a token on a rank with few tokens more weight than one on a rank with many.
 

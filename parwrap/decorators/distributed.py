@@ -98,20 +98,20 @@ class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
     Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no process
-    group. Inside another ``distributed``, it joins that one, and its options apply to its own function. ``backend``, ``strategy`` and
-    ``timeout`` come from the outermost scope.
+    group. Inside another ``distributed``, also that of ``parwrap.run``, the inner one joins the outer one: its options hold for its own
+    function and win over those outside. ``backend``, ``strategy`` and ``timeout`` come from the outermost one.
 
     Args:
         backend: the backend of the process group; by default nccl for GPUs and gloo for the CPU.
         seed: the seed of torch, numpy and python on all ranks; by default they continue from rank 0's state.
         batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part of every
-            batch, so that the results equal those of a single process.
+            batch, so that a model without random layers trains as in a single process, up to rounding.
         uneven: if samples do not divide evenly, ``"pad"``: some are repeated, like in ``DistributedSampler``; ``"drop"``: some are skipped;
             ``"join"``: each is used once, and ranks are weighted by their number of samples in a step, which may be 0.
         lr: ``"linear"`` or ``"sqrt"``: multiplies the learning rate of each step by the number of ranks, or its square root, because the
             global batch is that much larger. ``param_groups`` and schedules are unchanged.
-        loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. It weights parts of different sizes. With
-            ``batch="global"``, a sum is summed over the ranks.
+        loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. Ranks whose parts differ in size
+            are weighted by it. With ``batch="global"``, a sum is summed over the ranks.
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
@@ -122,8 +122,8 @@ class distributed(ScopeDecorator):
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.
         powersgd_rank: the rank of the matrices that PowerSGD sends.
-        wrap: with ``"fsdp"``, the modules to gather one by one: a class, its name, a tuple of these, or a number of parameters from which a
-            module is one. By default blocks of 100,000 parameters or more that are repeated in a list.
+        wrap: with ``"fsdp"``, the modules to gather one by one: a class, its name, a tuple of these, or a number: every module with at
+            least so many parameters. By default blocks of 100,000 parameters or more that are repeated in a list.
         every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
         warmup: with ``"local_sgd"``, the number of steps before that, in which gradients are averaged.
         outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.

@@ -52,7 +52,7 @@ def place(environ: Mapping[str, str]) -> tuple[World, str | None]:
 
 
 def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
-    """The facts.
+    """Collect the facts about this process and its machine.
 
     Args:
         environ: the environment variables.

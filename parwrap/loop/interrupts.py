@@ -37,7 +37,7 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hold signals inside the block, if Python handles them there: not those that are ignored or end the process at once."""
+        """Inside the block, hold SIGINT and SIGTERM back; a signal that is ignored, or ends the process at once, stays as it is."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def loss_factor(weight: float, size: int, options: Options) -> float:
-    """The factor of a batch's loss besides its ``weight``: a sum already counts its number of samples.
+    """What a batch's loss is multiplied by after its ``weight``: a sum grows with the samples already, so ``weight`` is taken out again.
 
     >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
     (1.0, 2.5)

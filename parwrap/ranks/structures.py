@@ -67,7 +67,7 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def leaves(x: Any) -> dict[str, Any]:
-    """The leaves of ``x``, by their expressions.
+    """The leaves of ``x``, each by the expression that reaches it from ``x``.
 
     >>> leaves({"loss": 0.5, "hits": [1, 2]})
     {"['hits'][0]": 1, "['hits'][1]": 2, "['loss']": 0.5}

@@ -221,7 +221,7 @@ class FSDP(DDP):
         return self._tensors.call(func, args, kwargs)
 
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state of one process, on every rank."""
+        """Return the whole state on every rank, as one process would have it."""
         return self._tensors.whole_state(original())
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:

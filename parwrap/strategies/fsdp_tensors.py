@@ -185,7 +185,7 @@ class ShardedTensors:
     # reading
 
     def whole(self, tensor: Any) -> T:
-        """All of ``tensor``, on every rank, as part of the graph; the ranks' gradients for it are averaged."""
+        """Gather ``tensor`` whole on every rank. Autograd records it: its backward averages the gradients of the ranks."""
         what = f"gathering a sharded tensor of shape {tuple(tensor.shape)}"
         if is_alone():
             refuse_alone(what)

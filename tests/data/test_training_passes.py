@@ -759,7 +759,8 @@ def test_a_share_is_said_once_for_each_line(capsys):
             training.train(loader)
     said = [line for line in capsys.readouterr().err.splitlines() if "read" in line]
 
-    expected = "read 4 of 8 samples on each of 2 ranks, its share; parwrap.reduce_sum adds up what the script counts over a pass"
+    expected = "read 4 of 8 samples on each of 2 ranks, its share; parwrap.reduce_sum adds up what the script "
+    expected += "sums over a pass, such as losses and counts"
     assert (1 if parwrap.is_rank_zero() else 0) == len(said)
     assert all(line.startswith("parwrap: training.py:") and line.endswith(expected) for line in said)
 
