@@ -52,6 +52,14 @@ def nothing_is_warned_of():
 
 
 @pytest.fixture
+def short_grace(monkeypatch) -> float:
+    """Seconds that an inner pytest gives the other ranks of a test that has failed."""
+    for module in ("plugin", "rank_pools"):
+        monkeypatch.setattr(f"parwrap.testing.{module}.GRACE", 0.5)
+    return 0.5
+
+
+@pytest.fixture
 def inner_options(request: pytest.FixtureRequest) -> list[str]:
     """What an inner pytest needs to know the plugin, and to start at once: it would load hypothesis anew each time."""
     known = [] if request.config.pluginmanager.has_plugin("parwrap") else ["-p", "parwrap.testing.plugin"]

@@ -2,9 +2,9 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
-import pytest
 from docutils import nodes
 from docutils.core import publish_doctree
 
@@ -89,15 +89,21 @@ def texts(node):
     return [GAP]
 
 
+@cache
+def parsed():
+    """The nodes of the syntax tree of each file in the package."""
+    return {path.relative_to(PACKAGE).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def messages():
     """The file, the expression and the texts of each message."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for file, tree in parsed().items():
+        for node in tree:
             if isinstance(node, ast.Call) and node.args:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 found = texts(node.args[0])
                 if name in SPEAKS or (name == "print" and found[0].startswith("parwrap")):
-                    yield path.relative_to(PACKAGE).as_posix(), ast.unparse(node.args[0]), found
+                    yield file, ast.unparse(node.args[0]), found
 
 
 def entries():
@@ -107,22 +113,27 @@ def entries():
             yield literal.astext()
 
 
+@cache
+def pattern(entry):
+    """What matches the texts that begin as ``entry`` does, where ``...`` stands for anything."""
+    parts = ".*?".join(re.escape(part) for part in re.split(r"\.{3,}", entry))
+    return re.compile(rf"(?:parwrap(?:\.run)?: )?{parts}", re.DOTALL)
+
+
 def says(entry, text):
-    """Whether ``text`` begins as ``entry`` does, where ``...`` stands for anything.
+    """Whether ``text`` begins as ``entry`` does.
 
     >>> says("rank ... failed", "rank \\0 failed: \\0"), says("failed", "rank \\0 failed")
     (True, False)
     """
-    pattern = ".*?".join(re.escape(part) for part in re.split(r"\.{3,}", entry))
-    return bool(re.match(rf"(?:parwrap(?:\.run)?: )?{pattern}", text.removeprefix("parwrap: "), re.DOTALL))
+    return bool(pattern(entry).match(text.removeprefix("parwrap: ")))
 
 
 ENTRIES = [entry.removeprefix("parwrap: ") for entry in entries()]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_an_entry_has_enough_words_to_be_found(entry):
-    assert len(re.findall("[a-z]", entry.replace("...", ""))) >= 8
+def test_an_entry_has_enough_words_to_be_found():
+    assert [] == [entry for entry in ENTRIES if len(re.findall("[a-z]", entry.replace("...", ""))) < 8]
 
 
 def test_every_message_has_an_entry():
@@ -146,8 +157,8 @@ def test_what_is_left_out_exists():
 def test_every_entry_is_that_of_a_text_in_the_package():
     in_package = {
         text
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in parsed().values()
+        for node in tree
         if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
         for text in texts(node)
     }

@@ -135,7 +135,7 @@ def test_a_hang_between_launched_ranks_ends_in_time_and_shows_where_they_are(doc
 
 
 def test_a_hang_of_forked_ranks_ends_in_time(doctor):
-    code, stdout, _ = ended(doctor("-c", STUCK, "3"))
+    code, stdout, _ = ended(doctor("-c", STUCK, "2"))
 
     assert 1 == code
     assert re.search(r"^problem    the self test with gloo failed: .*rank 1 at: all-reduce of 16 KB. Remedy: ", stdout, re.MULTILINE)
@@ -144,7 +144,7 @@ def test_a_hang_of_forked_ranks_ends_in_time(doctor):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_comes(doctor, as_rank, rank):
     variables = as_rank(rank)
-    code, *printed = ended(doctor("-m", "parwrap.doctor", "--timeout", "2", **variables))
+    code, *printed = ended(doctor("-m", "parwrap.doctor", "--timeout", "1", **variables))
 
     assert 1 == code
     assert f"rank {rank}" in printed[rank]

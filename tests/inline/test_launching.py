@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
+from parwrap.loop import interrupts
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +122,8 @@ def test_a_test_may_be_skipped_from_a_rank():
         parwrap.launch(lambda: pytest.skip("no gpu"), nprocs=2)
 
 
-def test_an_error_keeps_what_was_trained_until_then_also_if_another_rank_raised_it():
+def test_an_error_keeps_what_was_trained_until_then_also_if_another_rank_raised_it(monkeypatch):
+    monkeypatch.setattr(interrupts, "LONGEST", 0.3)  # rank 0 reaches no backward
     trained = torch.zeros(1)
 
     def function():
@@ -207,7 +209,9 @@ def test_ranks_come_apart():
         parwrap.launch(function, nprocs=2)
 
 
-def test_the_callers_event_loop_hears_no_signals_of_ranks():
+def test_the_callers_event_loop_hears_no_signals_of_ranks(monkeypatch):
+    monkeypatch.setattr(interrupts, "LONGEST", 0.3)  # rank 0 reaches no backward
+
     def one_fails():
         if parwrap.rank() == 1:
             raise ValueError("one fails")
@@ -261,8 +265,10 @@ def test_a_loader_whose_workers_belong_to_the_caller():
 INTERRUPTED = """
 import os, signal, subprocess, sys, threading
 import torch, parwrap
+from parwrap.loop import interrupts
 from torch.utils.data import DataLoader
 
+interrupts.LONGEST = 0.3  # no backward comes
 trained = torch.zeros(1)
 def train():
     trained.add_(1)

@@ -16,7 +16,9 @@ import os, psutil, torch, parwrap
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from parwrap.loop import interrupts
 
+interrupts.LONGEST = 0.3  # what is interrupted reaches no backward
 torch.set_num_threads(2)
 a = torch.randn(600, 600, requires_grad=True)
 (a @ a).sum().backward()  # starts threads that no fork has

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launched import WITHIN, assert_no_process_left, left_in
+from parwrap.checks import watchdog
 
 TRAINING = """
 import time, parwrap, torch
@@ -156,8 +157,9 @@ def test_a_rank_that_dies_while_its_data_is_sent_is_named_with_the_place_where_t
 
 
 def test_a_rank_that_is_late_is_waited_for(tmp_path, parwrap_run, script):
-    """It sleeps twice as long as a rank that has ended waits for one that is blocked."""
-    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", train(script, "time.sleep(4)", epochs=1))
+    """It sleeps longer than a rank that has ended waits for one that is blocked."""
+    late = f"time.sleep({watchdog.PATIENCE + 3 * watchdog.INTERVAL})"
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", train(script, late, epochs=1))
 
     assert (0, "up\ntrained\n") == (status, stdout)
     assert 1 == stderr.count("\n"), stderr  # says what the first pass read

@@ -59,15 +59,16 @@ parwrap.barrier()
     ("source", "outcome"),
     [
         ("import sys; sys.exit('no data')", (1, "", "no data\n")),
-        ("import os; os._exit(3)", (3, "", "")),
+        pytest.param("import os; os._exit(3)", (3, "", ""), marks=pytest.mark.slow),
         ("import os\nif os.environ['RANK'] == '1': os._exit(0)\nprint('done')", (0, "done\n", "")),
         (
             "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(99)",
             (7, "", "rank 1 of 2 exited with code 7\n"),
         ),
-        (
+        pytest.param(
             "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 35)\ntime.sleep(99)",
             (128 + 35, "", "rank 1 of 2 was killed by signal 35\n"),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["a message", "silently", "early and well", "one of them", "a signal without a name"],
@@ -78,6 +79,8 @@ def test_a_script_may_end_itself(parwrap_run, script, source, outcome):
 
 LEAVES = """
 import atexit, os, signal, sys, threading, time, parwrap
+from parwrap.loop import interrupts
+interrupts.LONGEST = 0.3  # no backward comes
 rank = parwrap.rank()
 def note(text):
     os.write(notes, f"{rank} {text}\\n".encode())
@@ -119,7 +122,7 @@ def leaving(tmp_path, script):
     return path, lambda: sorted(notes.read_text().splitlines())
 
 
-@pytest.mark.parametrize("how", ["ends", "exits"])
+@pytest.mark.parametrize("how", [pytest.param("ends", marks=pytest.mark.slow), "exits"])
 def test_threads_and_exit_handlers_run_at_the_end(parwrap_run, leaving, how):
     path, noted = leaving
 
@@ -169,6 +172,8 @@ def test_a_signal_runs_finally_blocks_once_and_ends_all(started, environ, leavin
 
 HANDLES = """
 import os, signal, sys, time, parwrap
+from parwrap.loop import interrupts
+interrupts.LONGEST = 0.3  # no backward comes
 def leave(*signal):
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)

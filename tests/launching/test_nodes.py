@@ -143,7 +143,7 @@ FAILING = """
 import time, parwrap
 if parwrap.rank() == 1:
     parwrap.barrier()
-    time.sleep(3)
+    time.sleep(1)
     raise ValueError("rank one is unhappy")
 parwrap.barrier()
 print("waiting", flush=True)
@@ -229,7 +229,7 @@ def port():
 def alone(directory: Path, *options: str) -> tuple[int, str]:
     """A node that no other joins."""
     (directory / "train.py").touch()
-    command = [*COMMAND, "1", "--nnodes", "2", "--timeout", "2", *options, "train.py"]
+    command = [*COMMAND, "1", "--nnodes", "2", "--timeout", "1", *options, "train.py"]
     run = subprocess.run(command, cwd=directory, env=ENVIRON, capture_output=True, text=True, timeout=WITHIN)
     return run.returncode, run.stderr
 

@@ -98,16 +98,6 @@ def test_the_launcher_does_not_wait_for_a_process_that_outlives_its_rank(started
     assert 0 == run.returncode
 
 
-def test_log_files_that_cannot_be_created_are_reported(parwrap_run, script):
-    path = script("")
-
-    assert parwrap_run("--log-dir", "train.py", "--nproc-per-node", "2", path) == (
-        2,
-        "",
-        "parwrap.run: --log-dir train.py cannot be created: File exists.\n",
-    )
-
-
 @contextmanager
 def launcher(tmp_path, stdout, log_dir=None, everyone=True):
     """The launcher of one rank, which passes on what it says to a descriptor instead of to its stdout; gives the rank's way to say it."""

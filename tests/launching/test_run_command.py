@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 
+import psutil
 import pytest
 
 from launched import WITHIN, left_in
-from parwrap.errors import LaunchError
+from parwrap.errors import LaunchError, ParwrapError
 from parwrap.launching.agent import launch
 from parwrap.launching.plan import plan_launch
+from parwrap.run import main
 
 SEES = """
 import json, sys, near, psutil, torch, parwrap
@@ -132,8 +134,9 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
 
 def test_one_rank_needs_no_other_process_and_begins_as_plain_python_does(started, parwrap_run, script):
     path = script("""
-import os, sys, psutil, torch
-print(os.getsid(0) == os.getpid(), psutil.Process().children(), torch.distributed.is_initialized())
+import os, sys, psutil
+torch = sys.modules.get("torch")
+print(os.getsid(0) == os.getpid(), psutil.Process().children(), torch is not None and torch.distributed.is_initialized())
 for name in sorted(os.environ): print(name, os.environ[name])
 print(sys.flags)
 """)
@@ -145,10 +148,14 @@ print(sys.flags)
         os.sched_setaffinity(0, cores)
 
 
-def test_a_dry_run_starts_nothing(parwrap_run, script):
-    status, stdout, stderr = parwrap_run("--dry-run", "--nproc-per-node", "2", script("print('ran')"))
+def test_a_dry_run_starts_nothing(tmp_path, monkeypatch, capfd, script):
+    monkeypatch.chdir(tmp_path)
+    before = psutil.Process().children()
+    status = main(["--dry-run", "--nproc-per-node", "2", script("print('ran')")])
+    stdout, stderr = capfd.readouterr()
 
     assert (status, stderr) == (0, "")
+    assert before == psutil.Process().children()
     assert stdout.startswith("ranks      2 ranks on 1 node\nscript     train.py\n")
 
 
@@ -159,8 +166,11 @@ def test_a_dry_run_starts_nothing(parwrap_run, script):
             ["--nproc-per-node", "2", "no-such.py"],
             "parwrap.run: cannot find the script no-such.py: its path is relative to the current directory.\n",
         ),
-        ([], "parwrap.run: no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.\n"),
-        (["--nproc-per-node", "2", "--redirects", "9", "train.py"], "parwrap.run: 9 does"),
+        pytest.param(
+            [],
+            "parwrap.run: no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.\n",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_exit_code_2(parwrap_run, script, argv, said):
@@ -168,6 +178,18 @@ def test_what_cannot_be_run_is_refused_with_exit_code_2(parwrap_run, script, arg
     status, stdout, stderr = parwrap_run(*argv)
 
     assert (2, "", said) == (status, stdout, stderr[: len(said)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--redirects", "9"], "^9 does"), (["--log-dir", "train.py"], r"^--log-dir train\.py cannot be created: File exists\.$")],
+)
+def test_what_only_shows_when_ranks_would_start_is_refused_too(tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    with pytest.raises(ParwrapError, match=said):
+        launch(plan_launch([*options, "--nproc-per-node", "2", "train.py"], {}, 0, 2))
 
 
 def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):

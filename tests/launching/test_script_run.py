@@ -1,5 +1,6 @@
 """The only rank runs a script in its own process: everything about it is as under plain ``python``."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,57 +44,56 @@ file.write('open')
 }
 
 
+MODULES = {
+    "recipes/__main__.py": "from . import digits\nimport sys; print(sys.argv, __name__, __package__, __file__)",
+    "recipes/digits.py": "import sys; print(sys.argv, __name__, __package__)",
+}
+APP = {"app/__main__.py": "import sys, near; print(sys.argv[1:], __name__, sys.path[0])", "app/near.py": ""}
+
+CASES = {
+    **{name: ({"scripts/train.py": source}, ("scripts/train.py", ("--lr", "0.1"), "file")) for name, source in SCRIPTS.items()},
+    "a package": (MODULES, ("recipes", ("x",), "module")),
+    "a module": (MODULES, ("recipes.digits", ("x",), "module")),
+    "a directory": (APP, ("app", (), "file")),
+}
+"""The files, and the target, arguments and kind of the script."""
+
 EACH_IN_A_FORK = """
-import os, sys
+import gc, json, os, sys
 from parwrap.launching.plan import Script
 from parwrap.launching.script import run_alone
-folders = sys.argv[1:]
-while folders and (running := os.fork()):
+gc.freeze()
+cases = json.loads(sys.argv[1])
+while cases and (running := os.fork()):
     _, status = os.waitpid(running, 0)
-    with open(os.path.join(folders.pop(0), "status"), "w") as file:
+    with open(os.path.join(cases.pop(0)[0], "status"), "w") as file:
         file.write(str(os.waitstatus_to_exitcode(status)))
-if folders:
-    os.chdir(folders[0])
+if cases:
+    folder, (target, arguments, kind) = cases[0]
+    os.chdir(folder)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
-    run_alone(Script("scripts/train.py", ("--lr", "0.1"), "file"))
+    run_alone(Script(target, tuple(arguments), kind))
 """
-"""Imports parwrap once, and ends in each fork as an interpreter does."""
+"""Imports parwrap once, and ends in each fork as an interpreter does: quickly, because what was imported is frozen."""
 
 
-def test_a_script_runs_as_under_plain_python(tmp_path_factory):
-    folders = {source: tmp_path_factory.mktemp("alone") for source in SCRIPTS.values()}
-    for source, folder in folders.items():
-        (folder / "scripts").mkdir()
-        (folder / "scripts" / "train.py").write_text(source)
+def test_it_runs_as_under_plain_python(tmp_path_factory):
+    folders = {name: tmp_path_factory.mktemp("alone") for name in CASES}
+    for name, (files, _) in CASES.items():
+        for path, source in files.items():
+            (folders[name] / path).parent.mkdir(exist_ok=True)
+            (folders[name] / path).write_text(source)
+    cases = [(str(folders[name]), script) for name, (_, script) in CASES.items()]
 
-    assert (0, "", "") == outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
-    for name, source in SCRIPTS.items():
-        folder = folders[source]
+    assert (0, "", "") == outcome("-c", EACH_IN_A_FORK, json.dumps(cases), cwd=ROOT)
+    for name, (files, (target, arguments, kind)) in CASES.items():
+        folder = folders[name]
         ended = int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))
         left = (folder / "left").read_text() if (folder / "left").exists() else None
 
-        assert (name, outcome("scripts/train.py", "--lr", "0.1", cwd=folder)) == (name, ended)
-        assert ("open" if "left" in source else None) == left
-
-
-def test_a_module_runs_as_under_plain_python(tmp_path):
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "__main__.py").write_text("from . import digits\nimport sys; print(sys.argv, __name__, __package__, __file__)")
-    (tmp_path / "recipes" / "digits.py").write_text("import sys; print(sys.argv, __name__, __package__)")
-    for module in ("recipes", "recipes.digits"):
-        expected = outcome("-m", module, "x", cwd=tmp_path)
-
-        assert outcome("-c", RUN_ALONE, module, "module", "x", cwd=tmp_path) == expected
-
-
-def test_a_directory_runs_as_under_plain_python(tmp_path):
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__main__.py").write_text("import sys, near; print(sys.argv[1:], __name__, sys.path[0])")
-    (tmp_path / "app" / "near.py").touch()
-    expected = outcome("app", cwd=tmp_path)
-
-    assert outcome("-c", RUN_ALONE, "app", "file", cwd=tmp_path) == expected
+        assert (name, outcome(*["-m"] * (kind == "module"), target, *arguments, cwd=folder)) == (name, ended)
+        assert ("open" if "left" in "".join(files.values()) else None) == left
 
 
 def test_ctrl_c_ends_it_with_the_exit_code_of_a_shell(tmp_path):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from parwrap.loop import interrupts
 
 
 def trained_steps(signal_of_rank_one, at=3):
@@ -39,7 +40,9 @@ class Terminated(Exception):
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_is_interrupted_and_all_leave_at_the_same_backward():
+def test_one_rank_is_interrupted_and_all_leave_at_the_same_backward(monkeypatch):
+    monkeypatch.setattr(interrupts, "LONGEST", 0.3)  # for which the other waits for its own signal
+
     assert 3 == parwrap.distributed(trained_steps)(signal.SIGINT)
 
 
@@ -48,6 +51,7 @@ def test_a_handler_that_was_there_is_called(monkeypatch):
     def handler(number, frame):
         raise Terminated
 
+    monkeypatch.setattr(interrupts, "LONGEST", 0.3)
     before = signal.signal(signal.SIGTERM, handler)
     try:
         steps = parwrap.distributed(trained_steps)(signal.SIGTERM)

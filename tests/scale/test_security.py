@@ -12,7 +12,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -179,14 +182,10 @@ def send(addresses: set[tuple[str, int]], texts: list[bytes]) -> None:
     kept = []
     for address in addresses:
         for text in texts:
-            connection = socket.create_connection(address, timeout=5)
-            connection.settimeout(0.05)
-            kept.append(connection)
-            try:
-                connection.sendall(text)
-                connection.recv(4096)
-            except OSError:
-                pass
+            kept.append(socket.create_connection(address, timeout=5))
+            with suppress(OSError):
+                kept[-1].sendall(text)
+    time.sleep(0.5)
     for connection in kept[::2]:
         connection.close()
     time.sleep(0.5)
@@ -300,12 +299,19 @@ def test_a_value_of_another_type_is_refused(stores):
 # the source
 
 
-def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
-    """The calls of functions and methods with that name in the package, each with its file."""
+@cache
+def all_calls() -> dict[str, list[tuple[str, ast.Call]]]:
+    """The calls in the package, each with its file, by the name of the function or method."""
+    found = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and name == getattr(node.func, "attr", getattr(node.func, "id", "")):
-                yield str(path.relative_to(PACKAGE)), node
+            if isinstance(node, ast.Call):
+                found[getattr(node.func, "attr", getattr(node.func, "id", ""))].append((str(path.relative_to(PACKAGE)), node))
+    return found
+
+
+def calls(name: str) -> list[tuple[str, ast.Call]]:
+    return all_calls()[name]
 
 
 UNPICKLING = {

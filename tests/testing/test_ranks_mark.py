@@ -193,6 +193,7 @@ def test_no_process_outlives_pytest(pytester: pytest.Pytester, inner_options: li
 
 
 @pytest.mark.parametrize("end", ["assert rank() == 0; time.sleep(60)", pytest.param("time.sleep(60)", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("short_grace")
 def test_no_process_outlives_its_test(run: Run, pytester: pytest.Pytester, end: str):
     result = run(
         f"""
