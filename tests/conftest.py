@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import warnings
 from textwrap import dedent
 
@@ -10,6 +11,8 @@ import pytest
 from inner_pytest import HEAD, Run
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the many processes that tests start would compile parwrap again
+sys.dont_write_bytecode = False
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each rank would start processes that import torch, for one small kernel
 # a shell starts background jobs with SIGINT ignored, which the ranks' fork server and other processes of tests would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,7 @@ from sklearn.model_selection import KFold
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 k_folds = 3
-num_epochs = 6
+num_epochs = 3
 
 
 def reset_weights(m):

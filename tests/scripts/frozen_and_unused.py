@@ -69,5 +69,5 @@ if __name__ == "__main__":
     params_to_update = [param for param in model.parameters() if param.requires_grad]
     # With weight decay the unused head keeps its weights only while its gradients stay None.
     optimizer = optim.AdamW(params_to_update, lr=0.02, weight_decay=0.05)
-    accuracy = train_model(model, dataloaders, nn.CrossEntropyLoss(), optimizer, num_epochs=8)
+    accuracy = train_model(model, dataloaders, nn.CrossEntropyLoss(), optimizer, num_epochs=3)
     print(f"accuracy {accuracy:.4f}")

@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-NUM_STEPS = 400
+NUM_STEPS = 150
 EVAL_EVERY = 100
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(3)
 bs = 25
 lr = 0.5
-epochs = 15
+epochs = 5
 
 
 class LogisticRegression(nn.Module):

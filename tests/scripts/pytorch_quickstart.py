@@ -88,7 +88,7 @@ def test(dataloader, model, loss_fn):
     return test_loss
 
 
-epochs = 5
+epochs = 3
 for t in range(epochs):
     print(f"Epoch {t + 1}\n-------------------------------")
     train(train_dataloader, model, loss_fn, optimizer)

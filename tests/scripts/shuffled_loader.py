@@ -44,7 +44,7 @@ def main():
 
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
     optimizer = optim.Adam(model.parameters(), lr=0.02)
-    for epoch in range(1, 9):
+    for epoch in range(1, 5):
         train(model, device, train_loader, optimizer, epoch)
         accuracy = test(model, device, test_loader)
         print(f"Test set: accuracy after epoch {epoch}: {accuracy:.4f}")

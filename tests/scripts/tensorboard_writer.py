@@ -17,7 +17,7 @@ writer = SummaryWriter("runs/experiment")
 net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
 opt = torch.optim.Adam(net.parameters(), lr=0.02)
 step = 0
-for epoch in range(8):
+for epoch in range(3):
     running = 0.0
     for x, y in train_dl:
         opt.zero_grad()
