@@ -10,7 +10,7 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 gamma = 0.8
-num_episodes = 150
+num_episodes = 60
 
 
 class CartPole:
