@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from launched import WITHIN, left_in
-from parwrap.errors import LaunchError, ParwrapError
+from parwrap.errors import LaunchError
 from parwrap.launching.agent import launch
 from parwrap.launching.plan import plan_launch
 from parwrap.run import main
@@ -162,14 +162,20 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch, capfd, script):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (
+        pytest.param(
             ["--nproc-per-node", "2", "no-such.py"],
             "parwrap.run: cannot find the script no-such.py: its path is relative to the current directory.\n",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             [],
             "parwrap.run: no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.\n",
             marks=pytest.mark.slow,
+        ),
+        (["--nproc-per-node", "2", "--redirects", "9", "train.py"], "parwrap.run: 9 does"),
+        (
+            ["--nproc-per-node", "2", "--log-dir", "train.py", "train.py"],
+            "parwrap.run: --log-dir train.py cannot be created: File exists.\n",
         ),
     ],
 )
@@ -178,18 +184,6 @@ def test_what_cannot_be_run_is_refused_with_exit_code_2(parwrap_run, script, arg
     status, stdout, stderr = parwrap_run(*argv)
 
     assert (2, "", said) == (status, stdout, stderr[: len(said)])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--redirects", "9"], "^9 does"), (["--log-dir", "train.py"], r"^--log-dir train\.py cannot be created: File exists\.$")],
-)
-def test_what_only_shows_when_ranks_would_start_is_refused_too(tmp_path, monkeypatch, options, said):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-
-    with pytest.raises(ParwrapError, match=said):
-        launch(plan_launch([*options, "--nproc-per-node", "2", "train.py"], {}, 0, 2))
 
 
 def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):
