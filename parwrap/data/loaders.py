@@ -537,7 +537,8 @@ def _sampler(loader: DataLoader) -> Any:
 
 def _generator(loader: DataLoader) -> torch.Generator | None:
     """The generator that ``loader`` draws its order from, if it is not the default one."""
-    return getattr(_sampler(loader), "generator", None) or loader.generator
+    generators = getattr(_sampler(loader), "generator", None), loader.generator
+    return next((each for each in generators if isinstance(each, torch.Generator) and each.device.type == "cpu"), None)
 
 
 def _draws_nothing(dataset: Any) -> bool:

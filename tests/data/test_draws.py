@@ -357,6 +357,22 @@ def test_validation_samples_are_those_of_one_process(workers, shuffle):
 
 
 @pytest.mark.ranks(2)
+def test_a_sampler_may_have_a_generator_of_numpy():
+    class Permuted(torch.utils.data.Sampler):
+        generator = np.random.default_rng(0)
+
+        def __len__(self):
+            return 16
+
+        def __iter__(self):
+            return iter(self.generator.permutation(16).tolist())
+
+    with parwrap.distributed():
+        training = Training()
+        assert list(range(16)) == everyones(training.train(DataLoader(range(16), batch_size=2, sampler=Permuted())))
+
+
+@pytest.mark.ranks(2)
 def test_samplers_that_draw_from_numpy_or_python_draw_alike():
     class Tasks(torch.utils.data.Sampler):
         def __len__(self):
