@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 
 __all__ = ["main"]
@@ -19,6 +21,8 @@ usage: parwrap COMMAND ...
 def main() -> int:
     """Run the command line of this process. Returns its exit code."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(sys.argv[0])) and not sys.argv[0].endswith(".py"):
+        sys.path[0] = os.getcwd()  # as with python -m; the folder of the command has no modules
     if command in ("-h", "--help"):
         print(HELP, end="")
     elif command == "--version":
@@ -36,7 +40,8 @@ def main() -> int:
         del sys.argv[1]
         return doctor()
     else:
-        instead = f"`parwrap run {command}`" if command.endswith(".py") or command.startswith("-") else "`parwrap run` or `parwrap doctor`"
+        is_run = command.endswith(".py") or command.startswith("-")
+        instead = f"`parwrap run {shlex.join(sys.argv[1:])}`" if is_run else "`parwrap run` or `parwrap doctor`"
         print(f"parwrap: there is no command {command}: write {instead}.", file=sys.stderr)
         return 2
     return 0

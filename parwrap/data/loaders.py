@@ -21,8 +21,11 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -54,6 +57,9 @@ from parwrap.ranks.group import is_alone, is_reading_stream
 from parwrap.torch_private.dataloader import kept_iterator
 
 __all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share"]
+
+TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""The samplers that draw from torch's stream, once for each pass."""
 
 _sharded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 _replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
@@ -134,6 +140,7 @@ class _Known:
         trained: the number of its training passes.
         seed: the seed of the order of the last one.
         resumed: the seed of an order that a loaded state goes on with.
+        sampler: torch's sampler of the copy that is read, if it has one.
         last: its last pass.
         open: its open passes, the innermost last.
         given: a length that was given before its first training pass, and where.
@@ -146,6 +153,7 @@ class _Known:
     trained: int = 0
     seed: int = 0
     resumed: int | None = None
+    sampler: DistributedSampler | None = None
     last: Pass | None = None
     open: list[Pass] = field(default_factory=list)
     given: tuple[int, Place] | None = None
@@ -302,7 +310,7 @@ class Loaders(Sources, Interceptor):
         by_torch = type(sampler) is DistributedSampler or (is_plain(loader) and not together)
         known.seed, known.resumed = self._seed(loader, sampler, by_torch) if known.resumed is None else known.resumed, None
         if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
-            return self._continued(known.copy, known.seed)
+            return self._continued(known.copy, known)
         if isinstance(loader.dataset, IterableDataset):
             share = copied_with(loader, **part_of_stream(loader, rank, size, options))
             return share, deque() if _yields_parts(share) else None
@@ -312,7 +320,8 @@ class Loaders(Sources, Interceptor):
         batches: Any = None
         if by_torch:
             dealt = not (together or batches_by_size(loader))
-            batches = resampled(loader, self._distributed(loader, sampler, known.seed, 1 if together or dealt else size))
+            known.sampler = self._distributed(loader, sampler, known.seed, 1 if together or dealt else size)
+            batches = resampled(loader, known.sampler)
             if dealt:
                 batches = DealtBatches(_SharedDraws(batches, self), rank, size, options.uneven)
         else:
@@ -344,11 +353,10 @@ class Loaders(Sources, Interceptor):
             return DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, seed, sampler.drop_last)
         return distributed_sampler(loader, rank, size, seed, self._options().uneven)
 
-    def _continued(self, share: DataLoader, seed: int) -> tuple[DataLoader, deque[float] | None]:
+    def _continued(self, share: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
         """The copy whose workers persist, in another order."""
-        sampler = getattr(share.batch_sampler, "sampler", share.sampler)
-        if isinstance(sampler, DistributedSampler):
-            sampler.seed = seed
+        if known.sampler is not None:
+            known.sampler.seed = known.seed
         return share, deque() if _yields_parts(share) else getattr(share.batch_sampler, "weights", None)
 
     def _workers_seed(self, loader: DataLoader) -> int | None:
@@ -363,11 +371,11 @@ class Loaders(Sources, Interceptor):
     def _seed(self, loader: DataLoader, sampler: Any, by_torch: bool) -> int:
         """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws one: all ranks read one process's order in turn.
 
-        Other samplers draw by themselves: of these, it is what they would draw first, to compare it with the other ranks.
+        Torch's samplers that draw by themselves are compared by what they would draw first; others may draw from another stream.
         """
         if type(sampler) is DistributedSampler:
             return sampler.seed + sampler.epoch
-        if not shuffles(loader):
+        if not shuffles(loader) or not (by_torch or (type(sampler) in TORCHS and batches_by_size(loader))):
             return 0
         generator = _generator(loader) or torch.default_generator
         if not by_torch:

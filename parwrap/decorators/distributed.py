@@ -493,6 +493,9 @@ class _Seeds(Interceptor):
     def seeded(self, library: str) -> None:
         self._streams.script_seeded(library)
 
+    def restored(self) -> None:
+        self._streams.script_restored()
+
     def fresh_seed(self) -> int:
         return int(torch.randint(2**62, ()))
 

@@ -98,7 +98,7 @@ def _leave(status: int) -> NoReturn:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m parwrap.doctor",
+        prog="parwrap doctor",
         description="Show what runs here, what a launch would do, and each problem with its remedy. Under a launcher, it examines all "
         "ranks together: srun python -m parwrap.doctor. The exit code is 0 if there is no problem, 1 if there is one, and 2 if it cannot "
         "run.",

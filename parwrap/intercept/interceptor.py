@@ -140,6 +140,9 @@ class Interceptor:
     def seeded(self, library: str) -> None:
         """The script has seeded ``library``: ``"torch"``, ``"numpy"`` or ``"python"``."""
 
+    def restored(self) -> None:
+        """``torch.set_rng_state`` was called and has taken effect."""
+
     def fresh_seed(self) -> int:
         """``numpy.random.default_rng()`` was called without a seed. Returns the seed to use."""
 

@@ -593,6 +593,14 @@ def _seeded(interceptor: Interceptor) -> Patches:
     return [patch(torch, "manual_seed", "torch"), patch(np.random, "seed", "numpy"), patch(random, "seed", "python")]
 
 
+def _restored(interceptor: Interceptor) -> Patches:
+    def set_rng_state(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        interceptor.restored()
+
+    return [Patch(owner, "set_rng_state", set_rng_state) for owner in (torch, torch.random)]
+
+
 def _fresh_seed(interceptor: Interceptor) -> Patches:
     def default_rng(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         seed = args[0] if args else kwargs.get("seed")
@@ -669,6 +677,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "share_states": _share_states,
     "syncs_metric": _syncs_metric,
     "seeded": _seeded,
+    "restored": _restored,
     "fresh_seed": _fresh_seed,
     "hides_group": _hides_group,
     "distributes_itself": _distributes_itself,

@@ -123,7 +123,9 @@ class Optimizers(Interceptor):
         return made is not None
 
     def _got_gradient(self, leaf: torch.Tensor) -> None:
-        self.of_batch(leaf)
+        made = self._made_in.get(leaf)
+        if made is not None and made[0] != self._passes.batches and id(leaf) not in self.owners():
+            self.of_batch(leaf)
 
     def _refuse_older(self, made: tuple[int, Place], what: str) -> None:
         batch, place = made

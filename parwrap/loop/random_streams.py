@@ -118,6 +118,7 @@ class RandomStreams:
         self._own: Libraries = NONE
         self._kept: dict[str, Any] = {}
         self._shared_seed: int | None = None
+        self._before_seed: Any = None  # torch's shared stream before the script seeded in a training pass
 
     def seed(self) -> int:
         """The seed of the shared streams, as ``torch.initial_seed()`` has it."""
@@ -135,6 +136,8 @@ class RandomStreams:
         if own is not before:
             if own and not self._kept:
                 self._begin_own()
+            if "torch" in before and "torch" not in own:
+                self._before_seed = None
             self._own = own
             for name in before ^ own:
                 library, other = self._libraries[name], self._kept[name]
@@ -156,6 +159,11 @@ class RandomStreams:
         own = _own_seed(self._shared_seed, self._rank)
         self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
+    def script_restored(self) -> None:
+        """The script has set torch's state, as ``fork_rng`` does at its end: the shared stream too forgets a seed of this pass."""
+        if self._before_seed is not None and "torch" in self._own:
+            self._kept["torch"], self._before_seed = self._before_seed, None
+
     def script_seeded(self, library: str) -> None:
         """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
         if library == "torch":
@@ -165,6 +173,8 @@ class RandomStreams:
         stream = self._libraries[library]
         shared = stream.get()
         if library == "torch":
+            if "torch" in self._own and self._before_seed is None:
+                self._before_seed = self._kept["torch"]
             seed = self._shared_seed = torch.initial_seed()
             own = stream.seeded((seed + self._rank) % 2**63)
         elif library == "numpy":

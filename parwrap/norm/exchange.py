@@ -215,11 +215,12 @@ def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics
         process_group: their group, if the script has made one.
     """
     group = current()
-    if group is None or process_group is not None:  # ranks outside of the script's group send nothing, so positions would differ
+    of_all = group is not None and len(ranks) == group.world.size
+    if group is None or (process_group is not None and not of_all):  # ranks outside of it send nothing, so positions would differ
         return Statistics(process_group or _group_of(ranks))
     on_cpu = group.backend != "nccl"
-    of_all = len(ranks) == group.world.size
-    together = group.control if of_all and on_cpu else _group_of(ranks, timeout=group.timeout, backend=group.backend)
+    own = process_group or (group.control if of_all and on_cpu else None)
+    together = own or _group_of(ranks, timeout=group.timeout, backend=group.backend)
     by_memory = group.world.on_one_node and on_cpu and keeps_order_of_writes()
     # the control message is of the scope that is open when it is sent
     return Statistics(together, lambda kind: group.control_message(kind), group.folder if by_memory else None)

@@ -106,6 +106,58 @@ def test_a_rank_that_has_drawn_more_reads_in_another_order_which_is_an_error(bat
 
 
 @pytest.mark.ranks(2)
+def test_a_stream_that_draws_nothing_does_not_mind_what_a_rank_has_drawn():
+    with parwrap.distributed():
+        training = Training()
+        torch.rand(1 + parwrap.rank())
+
+        assert list(range(8)) == everyones(training.train(DataLoader(Numbers(), batch_size=2)))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+@pytest.mark.ranks(2)
+def test_numbers_that_a_fork_of_the_stream_draws_in_a_pass_do_not_repeat_the_order():
+    def train(training):
+        loader, seen = DataLoader(range(12), batch_size=2, shuffle=True), []
+        for _ in range(3):
+            for batch in loader:
+                training.step()
+                seen += samples(batch)
+                with torch.random.fork_rng():
+                    torch.manual_seed(42), torch.manual_seed(43), torch.randn(1)
+        return seen
+
+    training = Training()
+    torch.manual_seed(5)
+    expected = train(training)
+    with parwrap.distributed(seed=5):
+        assert [*expected[:12][parwrap.rank() :: 2], *expected[12:24][parwrap.rank() :: 2], *expected[24:][parwrap.rank() :: 2]] == train(
+            training_then_seed(5)
+        )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_persistent_workers_follow_the_epochs_of_the_scripts_distributed_sampler(batch):
+    with parwrap.distributed(batch=batch):
+        sampler = DistributedSampler(range(12), num_replicas=1, rank=0)
+        training = Training()
+        loader = DataLoader(range(12), batch_size=2, sampler=sampler, num_workers=1, persistent_workers=True)
+        seen = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            seen.append(training.train(loader))
+        del loader
+
+    assert 3 == len({str(each) for each in seen})
+    assert 0 == sampler.seed
+
+
+@pytest.mark.ranks(2)
 def test_the_order_is_drawn_from_the_loaders_generator_if_it_has_one():
     with parwrap.distributed(seed=3):
         loader = DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(11))

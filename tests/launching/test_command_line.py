@@ -131,16 +131,17 @@ def test_the_package_says_which_commands_there_are(started):
 
 
 def test_an_unknown_command_is_refused_with_the_one_to_write(started):
-    process = started("-m", "parwrap", "train.py")
+    process = started("-m", "parwrap", "train.py", "--lr", "3")
 
-    assert ("", "parwrap: there is no command train.py: write `parwrap run train.py`.\n") == process.communicate(timeout=60)
+    assert ("", "parwrap: there is no command train.py: write `parwrap run train.py --lr 3`.\n") == process.communicate(timeout=60)
     assert 2 == process.returncode
 
 
 @pytest.mark.parametrize("start", [["-m", "parwrap"], [str(Path(sysconfig.get_path("scripts"), "parwrap"))]])
 def test_parwrap_run_is_the_command_of_the_module(script, started, start):
     script("import os, sys; print(sys.argv[1:], os.environ['RANK'])")
-    stdout, stderr = started(*start, "run", "--nproc-per-node", "2", "--plain", "--all-ranks", "train.py", "--seed").communicate(timeout=60)
+    command = [*start, "run", "--nproc-per-node", "2", "--plain", "--all-ranks", "-m", "train", "--seed"]
+    stdout, stderr = started(*command).communicate(timeout=60)
 
     assert "" == stderr
     assert ["[rank 0] ['--seed'] 0", "[rank 1] ['--seed'] 1"] == sorted(stdout.splitlines())

@@ -302,3 +302,15 @@ def test_parameters_that_a_batch_makes_keep_no_hook():
             step(model, optimizer, x + latent, y)
 
     assert not latent._post_accumulate_grad_hooks
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_a_pass_over_everything_makes_is_trained_by_an_optimizer_that_is_built_afterwards():
+    with parwrap.distributed():
+        for x, _ in loader():
+            model = nn.Linear(x.shape[1], 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in loader():
+            step(model, optimizer, x, y)
+
+        assert same(model)
