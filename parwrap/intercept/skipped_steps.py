@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from parwrap.errors import UsageError
 from parwrap.places import script_place
-from parwrap.torch_private.optimizer import global_post_hooks, global_pre_hooks
+from parwrap.torch_private.optimizer import STEP, global_post_hooks, global_pre_hooks
 from parwrap.torch_private.tensors import version_of
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["closures", "is_image", "skipping"]
 
 MARK = "_parwrap_image"
-
-STEP = Optimizer.profile_hook_step(print).__code__
-"""Code of the function that torch puts around the ``step`` of every class; it calls the hooks."""
 
 
 def skipping(interceptor: Interceptor) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
-__all__ = ["global_post_hooks", "global_pre_hooks", "step_hooks", "stepping"]
+__all__ = ["STEP", "global_post_hooks", "global_pre_hooks", "step_hooks", "stepping"]
 
 Hooks = OrderedDict[int, Callable]
 """Hooks by the number of their handle, in the order in which they run."""

@@ -58,3 +58,13 @@ def test_hooks_on_all_steps_can_be_put_first(register, hooks):
         second.remove()
 
     assert ["second", "first"] == ran
+
+
+def test_the_step_of_every_class_runs_in_the_function_that_torch_puts_around_it():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return None
+
+    own = Own([torch.nn.Parameter(torch.zeros(1))])
+
+    assert [optimizer.STEP] * 2 == [type(each).step.__code__ for each in (own, torch.optim.Adam(own.param_groups))]
