@@ -14,7 +14,7 @@ ONE_VECTOR = {"lbfgs_closure"}
 BY_HAND = {"manual_sgd", "manual_sgd_leaf_tensors", "gradients_kept"}
 """No optimizer steps, so that nothing is averaged."""
 
-DECIDES = {"break_in_epoch", "early_leaver_two_optimizers", "grows_until_good"}
+DECIDES = {"break_in_epoch", "early_leaver_two_optimizers", "grows_until_good", "stops_early_and_loads_the_best"}
 """They stop on a loss, which is each rank's own under local SGD."""
 
 OF_WORKERS = {"cast_and_grown", "own_amp"}

@@ -283,7 +283,7 @@ class Positions:
         )
 
     def _read(self, index: int) -> Page:
-        """The page of the node's rank ``index``, without its place, which only errors need."""
+        """The page of rank number ``index`` of this node. Its place is left empty: only errors need it, from :meth:`_place`."""
         at = index * WORDS
         for attempt in range(ATTEMPTS):
             sequence = self._numbers[at]

@@ -61,10 +61,9 @@ class pad_collate:
     ) -> None:
         values = pad_value.values() if isinstance(pad_value, Mapping) else [pad_value]
         if not all(isinstance(value, (int, float)) for value in values):
-            raise UsageError(
-                f"pad_value={pad_value!r} is neither a number nor a dict from field to number. In a DataLoader, write "
-                "collate_fn=pad_collate()."
-            )
+            if isinstance(pad_value, (list, tuple)):
+                raise UsageError("pad_collate was called with a batch: write collate_fn=pad_collate(), with parentheses.")
+            raise UsageError(f"pad_value={pad_value!r} is neither a number nor a dict from field to number.")
         if not (isinstance(multiple_of, int) and multiple_of > 0):
             raise UsageError(f"multiple_of={multiple_of!r} is not a positive integer.")
         if isinstance(fields, str):

@@ -121,7 +121,12 @@ class Pipelines(Sources):
 
 
 class _Iteration(PassIterator):
-    """The iterator of one pass over ``iterator``, whose batches hold a part of each pipeline; ``is_part``: its readers got a shard."""
+    """The iterator of one pass. Its batches are lists with one entry for each pipeline.
+
+    Attributes:
+        opened: the pass.
+        is_part: whether DALI's readers already read this rank's shard only.
+    """
 
     opened: Pass
     is_part: bool

@@ -255,9 +255,9 @@ class _Merge:
             return None
         what = "a stream" if len(self._passes) == 1 else "several loaders"
         raise UsageError(
-            f"evaluate(reduce='gather'): the function reads {what}, and {name} has {rows} rows on the ranks, neither one per sample nor "
-            "one per batch, so their order in a single process is unknown: return one row for each sample of one loader, or pass a "
-            "function as reduce."
+            f"evaluate(reduce='gather') cannot put the rows of {name} into the order of one process: the function reads {what}, and the "
+            f"ranks have {', '.join(map(str, rows))} rows, which is neither one for each sample nor one for each batch. Return one row for "
+            "each sample of one loader, or pass a function as reduce."
         )
 
 

@@ -75,7 +75,7 @@ class hogwild(ScopeDecorator):
 
 
 def _on_cpus(start: Callable[[Callable[[], Any]], Any], run: Callable[[], Any]) -> Any:
-    """Make the call ``run`` by ``start``, on ranks that see no GPU."""
+    """Call ``start(run)`` with ``CUDA_VISIBLE_DEVICES`` empty, so that the ranks see no GPU."""
     before = os.environ.get(VISIBLE)
     os.environ[VISIBLE] = ""
     try:

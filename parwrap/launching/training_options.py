@@ -1,5 +1,5 @@
-"""The scopes around a script as options of ``parwrap.run``: a table for ``distributed``, whose options ``options.py`` explains, and one
-for other decorators."""
+"""The scopes around a script as options of ``parwrap run``: tables for ``distributed``, whose options ``options.py`` explains, for other
+decorators, and for the further options of these."""
 
 from __future__ import annotations
 

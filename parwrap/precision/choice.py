@@ -1,4 +1,4 @@
-"""The requested precision, by dtype or by one of Apex's levels, its meaning on a device, and what the device lacks in it."""
+"""What a requested dtype, or one of Apex's levels, means on a device, and errors for a device that does not support it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a rank above 0 has: its own in a scratch directory, and those on the disk that do not exist only because rank 0 is ahead.
+"""Which files a rank above 0 sees: its own, in a scratch directory, and those on the disk but for what a rank 0 that is ahead has changed.
 
 The rule is ``Overlay.find``: where a path's content is for this rank. ``replica.py`` sends the intercepted calls here.
 """
@@ -47,7 +47,7 @@ class Entry:
     Attributes:
         kind: what it is now.
         place: where the content is; ``None`` if it is gone. A folder has an empty one.
-        opaque: whether nothing of the folder at this path on the disk is in this one, because that one was removed.
+        opaque: whether this folder hides the one at the same path on the disk, as after that one was removed or this one moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
     """
 

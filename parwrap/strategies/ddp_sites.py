@@ -42,8 +42,8 @@ class Site:
     """A line that calls ``backward``, with the calls that lead to it.
 
     Attributes:
-        averager: averages the gradients of its set; ``None`` if it trains nothing that ranks share.
-        parameters: the set.
+        parameters: the set of parameters whose gradients this line averages.
+        averager: averages them; ``None`` if the set is empty.
         generation: the optimizers' generation when the set was found.
         frozen: parameters of its optimizers that were frozen then.
         then_average: whether gradients are averaged after the backward, because it runs others inside it.

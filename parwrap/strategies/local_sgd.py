@@ -140,7 +140,6 @@ class LocalSGD(DDP):
             self._weights.after_step(optimizer)
             self._warm(optimizer)
         else:
-            self._weights.note(optimizer)
             self._count(optimizer)
 
     def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
@@ -153,6 +152,7 @@ class LocalSGD(DDP):
         return result
 
     def _count(self, optimizer: Optimizer) -> None:
+        self._weights.note(optimizer)  # if this rank has left the step out too: the others may not have
         current = self._rounds[optimizer]
         if not current.steps:
             self._open.append((optimizer, current))

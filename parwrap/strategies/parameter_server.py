@@ -493,5 +493,8 @@ def _pickled(states: list[dict[str, Any]], result: Any) -> bytes:
     try:
         return pickle.dumps((states, result))
     except Exception as error:
-        warn(f"parwrap: the result of the function cannot be sent to the parameter servers, where it returns None: {error}.")
+        warn(
+            f"parwrap: the result of the function cannot be pickled ({error}), so the function returns None on the parameter servers. "
+            "Workers return it. To have it on servers too, return numbers, tensors, or lists and dicts of these."
+        )
         return pickle.dumps((states, None))

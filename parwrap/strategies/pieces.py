@@ -119,7 +119,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Joins pieces that need no gradients although the tensor does: it was made inside an autograd function, such as a checkpoint."""
+    """Joins pieces whose graph only the whole tensor has: the output of an autograd function, such as a checkpoint, which hides them."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:
@@ -204,7 +204,7 @@ _LOSSES: dict[Callable, Callable[[Callable, dict[str, Any]], torch.Tensor | None
 
 
 def _plain(given: dict[str, Any], *taken: str) -> bool:
-    """Whether the input of a loss is in pieces, its target fits them, and no other argument would have to be cut too."""
+    """Whether a loss can be computed piece by piece: its target fits the pieces, and no other argument would have to be cut."""
     input, target = given["input"], given["target"]
     if not isinstance(input, Pieces) or given.get("reduction", "mean") not in ("mean", "sum", "none"):
         return False

@@ -203,9 +203,7 @@ def test_whole_numbers_among_others_are_made_what_the_others_are(samples):
 
 
 def test_a_collate_fn_that_was_not_made_yet_is_refused():
-    with pytest.raises(
-        UsageError, match=r"is neither a number nor a dict from field to number\. In a DataLoader, write collate_fn=pad_collate\(\)"
-    ):
+    with pytest.raises(UsageError, match=r"pad_collate was called with a batch: write collate_fn=pad_collate\(\), with parentheses"):
         next(iter(DataLoader([[1], [2, 3]], batch_size=2, collate_fn=pad_collate)))
 
 

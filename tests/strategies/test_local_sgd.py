@@ -336,6 +336,20 @@ def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts():
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_whose_scaler_leaves_out_all_steps_gets_the_average_too():
+    weight = nn.Parameter(torch.zeros(1))
+    with local(every=2):
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale((weight * (float("inf") if parwrap.rank() else 1.0)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert [-1.0, -1.0] == parwrap.gather(weight.item())
+
+
+@pytest.mark.ranks(2)
 def test_what_is_frozen_or_made_for_a_batch_keeps_its_values():
     model, data = build(), TensorDataset(torch.randn(16, FEATURES))
     frozen, noises = model[0].weight.clone(), []
