@@ -129,7 +129,7 @@ class SameWeights:
 
     def end(self) -> None:
         """Compare the weights a last time: they may have changed since the last step, as where a script loads the best ones."""
-        if self._optimizers.steps or self._passes.batches:
+        if self._optimizers.trained or self._passes.batches:
             self._checked = None
             self.check()
             if self._on_the_way is not None:  # a GPU's last check is compared by the next one
@@ -137,12 +137,12 @@ class SameWeights:
                 self.check()
 
     def check(self) -> None:
-        """Compare the weights now, if there was a step or a batch since the last time; on a GPU those at the last check, to not wait.
+        """Compare the weights now, if the script has trained or drawn a batch since; on a GPU those at the last check, to not wait.
 
         Raises:
             RankMismatchError: they differ; it names the first parameter and the step.
         """
-        clock = self._optimizers.steps, self._passes.batches
+        clock = self._optimizers.trained, self._passes.batches
         if self._checked == clock:
             return
         self._checked = clock
