@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UniformLengthMixin,
     )
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.insight.verify import verify
     from parwrap.options import Options as _Options
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
@@ -67,6 +68,7 @@ _HOMES = {
     "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.decorators.uniform_length": ("uniform_length",),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.insight.verify": ("verify",),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
 }
@@ -116,6 +118,7 @@ __all__ = [
     "shard",
     "sync_bn",
     "uniform_length",
+    "verify",
     "world_size",
 ]
 

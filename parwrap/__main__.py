@@ -12,6 +12,7 @@ HELP = """\
 usage: parwrap COMMAND ...
 
   parwrap run [options] train.py [its options]   run a plain training script on several ranks
+  parwrap verify [options] train.py [...]        compare it, step by step, with one process
   parwrap doctor [options]                       show what works here, and each problem with its remedy
 
 `parwrap COMMAND --help` lists the options of a command, and `parwrap --version` prints the version.
@@ -34,6 +35,10 @@ def main() -> int:
 
         del sys.argv[1]
         return run()
+    elif command == "verify":
+        from parwrap.insight.verify import main as verify
+
+        return verify(sys.argv[2:])
     elif command == "doctor":
         from parwrap.doctor.__main__ import main as doctor
 
@@ -41,7 +46,7 @@ def main() -> int:
         return doctor()
     else:
         is_run = command.endswith(".py") or command.startswith("-")
-        instead = f"`parwrap run {shlex.join(sys.argv[1:])}`" if is_run else "`parwrap run` or `parwrap doctor`"
+        instead = f"`parwrap run {shlex.join(sys.argv[1:])}`" if is_run else "`parwrap run`, `parwrap verify` or `parwrap doctor`"
         print(f"parwrap: there is no command {command}: write {instead}.", file=sys.stderr)
         return 2
     return 0

@@ -11,8 +11,8 @@ import parwrap
 
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
-    *("__main__", "run", "doctor", "launching", "testing", "decorators", "precision", "norm", "strategies", "data", "checks", "loop"),
-    *("rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "errors"),
+    *("__main__", "run", "insight", "doctor", "launching", "testing", "decorators", "precision", "norm", "strategies", "data", "checks"),
+    *("loop", "rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "errors"),
 ]
 """From the top down."""
 

@@ -35,7 +35,7 @@ from parwrap.ranks.processes import die_with_parent
 from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD
 
-__all__ = ["run_alone", "run_rank"]
+__all__ = ["run_alone", "run_file", "run_rank", "running_exit_handlers"]
 
 
 def run_alone(script: Script) -> None:
@@ -82,7 +82,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
             if script.scope is not None:
                 raise_on_sigterm()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
-            _run(script, recorder, ending=nullcontext() if script.scope is None else _ending())
+            _run(script, recorder, ending=nullcontext() if script.scope is None else running_exit_handlers())
     except BaseException as raised:
         error = raised
     status = 0 if error is None else exit_status(error)
@@ -101,8 +101,8 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 
 @contextmanager
-def _ending() -> Iterator[None]:
-    """Around a script inside its scope: if it succeeds, threads and exit handlers run before the scope closes."""
+def running_exit_handlers() -> Iterator[None]:
+    """Around a script inside its scope: if it succeeds, threads and exit handlers end inside the block, before the scope closes."""
     try:
         yield
     except BaseException as error:
@@ -126,7 +126,7 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
         elif Path(script.target).is_dir() or is_zipfile(script.target):
             runpy.run_path(os.path.abspath(script.target), run_name="__main__")
         else:
-            _run_file(script.target)
+            run_file(script.target)
 
 
 def _explained(script: Script) -> AbstractContextManager:
@@ -153,7 +153,7 @@ def _scope(script: Script) -> Iterator[None]:
         yield
 
 
-def _run_file(path: str) -> None:
+def run_file(path: str) -> None:
     """Like ``runpy.run_path``, but ``__main__`` is kept for exit handlers, and ``sys.argv[0]`` is unchanged."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)

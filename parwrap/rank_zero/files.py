@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,12 +22,17 @@ from parwrap.rank_zero.native_calls import native_patches
 from parwrap.rank_zero.path_rules import PathRules, passing
 from parwrap.rank_zero.replica import ReplicaFiles
 from parwrap.rank_zero.scratch import CheckWait, Overlay
+from parwrap.rank_zero.trackers import trackers_silent
 from parwrap.rank_zero.writer import KeptReadable, WriterFiles, close_left_open
 from parwrap.ranks.group import Group
+from parwrap.ranks.world import World
 
-__all__ = ["Files", "current", "intercepting_files"]
+__all__ = ["IN_SCRATCH", "Files", "current", "files_in_scratch", "intercepting_files"]
 
 Files: TypeAlias = WriterFiles | ReplicaFiles
+
+IN_SCRATCH = "PARWRAP_IN_SCRATCH"
+"""The variable of a launch in which rank 0 writes to scratch too, with the value 1: nothing of the user's is changed."""
 
 _openings = itertools.count()
 """How many times this process has opened files. All ranks count alike."""
@@ -51,34 +57,48 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
     Yields:
         the files of this rank; call ``crossed()`` after each barrier.
     """
-    global _current
     assert group.folder is not None, "a group that parwrap has started"
     folder = group.folder / f"files-{next(_openings)}"
     folder.mkdir(mode=0o700, exist_ok=True)
     close_left_open()
-    files = _files(group, folder, check_wait or (lambda since, place: None))
+    in_scratch = os.environ.get(IN_SCRATCH) == "1"
+    files = _files(group.world, folder, group.timeout.total_seconds(), check_wait or (lambda since, place: None), in_scratch)
+    with _opened(files, module), trackers_silent() if in_scratch else nullcontext():
+        yield files
+
+
+@contextmanager
+def files_in_scratch(folder: Path) -> Iterator[None]:
+    """Let what this process writes inside the block go to scratch in ``folder``; it is no rank."""
+    files = _files(World(node_ranks=(0,)), folder, math.inf, lambda since, place: None, in_scratch=True)
+    with _opened(files, "__main__"), trackers_silent():
+        yield
+
+
+@contextmanager
+def _opened(files: Files, module: str | None) -> Iterator[None]:
+    global _current
     before, _current = _current, files
     try:
         with installed([*patches(files), *native_patches(files)], module):
-            yield files
+            yield
     finally:
         _current = before
         files.close()
 
 
-def _files(group: Group, folder: Path, check_wait: CheckWait) -> Files:
+def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in_scratch: bool) -> Files:
     """This rank's files. The first rank of each node keeps the journal; on other nodes than rank 0's it saves for rank 0."""
-    world = group.world
     rules = PathRules(world.rank, _began(folder))
     rules.own(os.path.realpath(folder))
     place = world.node_ranks.index(world.rank)  # a launcher's local rank may count within a container
     progress = Progress(folder, place, len(world.node_ranks))
-    if world.rank == 0:
+    if world.rank == 0 and not in_scratch:
         return WriterFiles(rules, Journal(folder), progress, str(folder), world.size)
     scratch = folder / f"scratch-{place}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
-    with_rank_zero, timeout = world.node_rank == 0, group.timeout.total_seconds()
+    with_rank_zero = world.node_rank == 0 and not in_scratch
     overlay = Overlay(rules, JournalReader(folder), os.path.realpath(scratch), with_rank_zero, timeout, check_wait)
     stands_in = KeptReadable(Journal(folder), progress) if place == 0 else None
     return ReplicaFiles(overlay, progress, stands_in)

@@ -1,0 +1,236 @@
+"""Compares what two runs have recorded, step by step, and finds the reasons where they differ, those with the best evidence first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parwrap.errors import counted
+from parwrap.insight.recording import Recorded, Step
+
+__all__ = ["Comparison", "Difference", "compared"]
+
+TOLERANCE = 1e-5
+"""The largest difference by rounding, beside a largest value of 1."""
+
+NOISE = 1e-6
+"""A gradient that is smaller than this part of the largest is rounding: an optimizer that divides by its size makes a step of it."""
+
+
+@dataclass
+class Difference:
+    """Where two runs differ first.
+
+    Attributes:
+        step: the number of the step, from 1.
+        place: the line that steps.
+        what: the parameter and the place of the value in it, or what else differs.
+        one: the value on one process.
+        several: the value on several ranks.
+        reasons: what may be the cause, the likeliest first.
+    """
+
+    step: int
+    place: str
+    what: str
+    one: float
+    several: float
+    reasons: list[str]
+
+
+@dataclass
+class Comparison:
+    """How two runs compare.
+
+    Attributes:
+        ranks: the number of ranks of the second run.
+        steps: the number of steps that are equal.
+        largest: the largest difference in these, beside a largest value of 1 in its parameter.
+        name: its parameter.
+        left_out: how many values are not compared, because their gradients are rounding.
+        difference: where the runs differ first; ``None`` if they are equal.
+    """
+
+    ranks: int
+    steps: int = 0
+    largest: float = 0.0
+    name: str = ""
+    left_out: int = 0
+    difference: Difference | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the runs are equal up to rounding."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        where = f"on {counted(self.ranks, 'rank')}"
+        if self.difference is None:
+            after = f"equal to one process after {counted(self.steps, 'step')} {where}: largest difference {self.largest:.1g} ({self.name})"
+            return after + (f"; {self.left_out} values whose gradients are rounding are left out" if self.left_out else "")
+        first = self.difference
+        at = f"step {first.step}" + (f" ({first.place})" if first.place else "")
+        lines = [f"differs from one process at {at} {where}: {first.what} is {first.one:.6g} on one process and {first.several:.6g} there"]
+        return "\n".join([*lines, *(f"  {number}. {reason}" for number, reason in enumerate(first.reasons, 1))])
+
+
+def compared(one: Recorded, several: Recorded, ranks: int, synchronized: bool, said: str, tolerance: float = TOLERANCE) -> Comparison:
+    """Compare a run on one process with a run on several ranks.
+
+    Args:
+        one: what the run on one process has recorded.
+        several: what the other run has recorded.
+        ranks: the number of its ranks.
+        synchronized: whether its batch norms are synchronized.
+        said: what parwrap has said there.
+        tolerance: the largest difference by rounding, beside a largest value of 1.
+    """
+    result = Comparison(ranks)
+    augmented = any(step.draws_reading for step in (*one.steps, *several.steps))
+    noise: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
+
+        def differs(what: str, values: tuple[float, float], reasons: list[str], left: Step = left, number: int = number) -> Comparison:
+            result.difference = Difference(number, left.place, what, *values, reasons)
+            return result
+
+        if [each.shape for each in left.after] != [each.shape for each in right.after] or left.optimizer != right.optimizer:
+            return differs("another optimizer steps", (math.nan, math.nan), [OTHER_STEPS])
+        found = _largest(left.names, left.before, right.before)
+        if found and found[0] > tolerance:
+            return differs(f"{found[1]} before the first step", found[2:], [OTHER_START])
+        left_out = noise.setdefault(tuple(left.names), [torch.zeros(each.shape, dtype=torch.bool) for each in left.after])
+        _note_noise(left_out, left, right)
+        found = _largest(left.names, left.after, right.after, left_out)
+        if found and found[0] > tolerance:
+            return differs(found[1], found[2:], _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, said))
+        if found and found[0] >= result.largest:
+            result.largest, result.name = found[0], found[1].partition("[")[0]
+        result.steps = number
+        result.left_out = sum(int(each.sum()) for each in left_out)
+    if several.failed:
+        values = float(len(one.steps)), float(len(several.steps))
+        result.difference = Difference(len(several.steps) + 1, "", "the number of steps before an error", *values, [_error_in(said)])
+    elif len(one.steps) != len(several.steps):
+        steps = len(one.steps), len(several.steps)
+        result.difference = Difference(min(steps) + 1, "", "the number of steps", *steps, [OTHER_STEPS])
+    return result
+
+
+OTHER_STEPS = (
+    "the runs take other steps: a number that was computed from a share, such as a count of correct samples, decides on them. Add it up "
+    "first, `parwrap.reduce_sum(correct)`, or read a loss after its backward"
+)
+OTHER_START = (
+    "the weights differ before anything is trained: they are drawn from a generator that the script seeds by the time, the process or the "
+    "rank, or that it does not seed. Seed it alike on all ranks, or draw from torch, numpy or random"
+)
+SAME_WORK = "the ranks do the same work"
+
+
+def _error_in(said: str) -> str:
+    """The text of the error that is shown last in what a run has said, without its traceback."""
+    lines = said.splitlines()
+    begins = [number for number, line in enumerate(lines) if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b", line)]
+    text = lines[begins[-1] :] if begins else lines[-3:]
+    return "\n     ".join([text[0].removeprefix("parwrap.errors.").removesuffix("."), *text[1:6]]) if text else "it said nothing"
+
+
+def _largest(
+    names: Sequence[str], one: Sequence[torch.Tensor], several: Sequence[torch.Tensor], left_out: Sequence[torch.Tensor] = ()
+) -> tuple[float, str, float, float] | None:
+    """The largest difference beside the largest value of its parameter, or beside 1 if that is larger: its size, place and both values."""
+    best: tuple[float, str, float, float] | None = None
+    for number, (name, a, b) in enumerate(zip(names, one, several, strict=False)):
+        apart = (a.double() - b.double()).abs()
+        apart[torch.isnan(a) & torch.isnan(b) | (a == b)] = 0.0
+        apart = apart.nan_to_num(math.inf)
+        if left_out:
+            apart[left_out[number]] = 0.0
+        if not apart.numel():
+            continue
+        at = int(apart.argmax())
+        size = float(apart[at]) / max(1.0, float(a.abs().nan_to_num(0, 0, 0).max()))
+        if best is None or size > best[0]:
+            best = size, f"{name}[{at}]" if a.numel() > 1 else name, float(a[at]), float(b[at])
+    return best
+
+
+def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
+    """Leave out values whose gradients are rounding in both runs, though not 0."""
+    largest = max((float(each.abs().max()) for each in one.grads if each is not None and each.numel()), default=0.0)
+    for out, a, b in zip(left_out, one.grads, several.grads, strict=True):
+        if a is not None and b is not None and a.shape == b.shape == out.shape:
+            small = (a.abs() < NOISE * largest) & (b.abs() < NOISE * largest)
+            out |= small & ((a != 0) | (b != 0))
+
+
+def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool, said: str) -> list[str]:
+    """Why a step differs: first what the records show, then what they allow.
+
+    Args:
+        one: the step on one process.
+        several: the step on several ranks.
+        ranks: their number.
+        apart: whether batch norms use the statistics of each rank's part.
+        augmented: whether reading samples draws random numbers.
+        said: what the run on several ranks has said.
+    """
+    reasons, on_ranks = [], f"on {counted(ranks, 'rank')}"
+    for mine, theirs in zip(one.options, several.options, strict=False):
+        for name in sorted(mine.keys() & theirs.keys()):
+            if mine[name] != theirs[name]:
+                reasons.append(
+                    f"{name} of {one.optimizer} is {mine[name]} on one process and {theirs[name]} {on_ranks}: a number that was computed "
+                    "from a share decided it. Add it up first, `parwrap.reduce_sum(correct)`, or use a loss after its backward"
+                )
+    if SAME_WORK in said or (several.samples and several.samples == ranks * one.samples):
+        reasons.append("all ranks do the same work, because no loader is read in shares: `parwrap.shard(loader)`, or --draws per_rank")
+    elif one.samples != several.samples:
+        reasons.append(
+            f"the step trains on {one.samples} samples on one process and on {several.samples} {on_ranks}: the batch does not divide. "
+            "--uneven join uses each sample once; or choose a batch size that the number of ranks divides"
+        )
+    elif not all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-6) for a, b in zip(one.data, several.data, strict=True)):
+        reasons.append(
+            "samples are drawn at random while they are read (augmentation), by each rank for itself: this differs by design"
+            if augmented
+            else "the ranks read other samples than one process: workers augment them, which differs by design, or their order is drawn "
+            "from a generator of the script's that is not seeded alike"
+        )
+    factor = _factor(one, several)
+    if factor is not None and math.isclose(factor, 1 / ranks, rel_tol=1e-3):
+        reasons.append(f"every gradient is 1/{ranks} of that of one process: the loss is a sum over the samples. --loss sum adds them up")
+    elif factor is not None and not math.isclose(factor, 1, rel_tol=1e-3):
+        reasons.append(
+            f"every gradient is {factor:.4g} times that of one process: the loss is divided by another number than its samples. Divide by "
+            "the number of all ranks, `parwrap.mean_over_ranks(sum, count)`"
+        )
+    if one.draws_training or several.draws_training:
+        reasons.append(
+            "the batch trains with random numbers (dropout, noise), which each rank draws for itself: this differs by design. --no-dropout "
+            "turns dropout off in both runs"
+        )
+    if apart:
+        reasons.append("batch norms use the statistics of each rank's part: --sync-bn synchronizes them")
+    if not reasons and factor is not None:
+        reasons.append("the gradients agree, and the optimizer enlarges their rounding: --tolerance allows larger differences")
+    return reasons or [
+        "the loss is no mean over samples: it is divided by a number of the rank's part (a masked mean: "
+        "`parwrap.mean_over_ranks(sum, count)`), or it compares the samples of a batch (in-batch negatives: `parwrap.gather_with_grad`)"
+    ]
+
+
+def _factor(one: Step, several: Step) -> float | None:
+    """The number by which all gradients of one process were multiplied on several ranks; ``None`` if there is none."""
+    pairs = [(a.double(), b.double()) for a, b in zip(one.grads, several.grads, strict=True) if a is not None and b is not None]
+    a, b = (torch.cat([pair[at] for pair in pairs]) if pairs else torch.zeros(0) for at in (0, 1))
+    norm = float(a.norm())
+    if not norm or not math.isfinite(norm):
+        return None
+    factor = float(a @ b) / norm**2
+    return factor if float((b - factor * a).norm()) < 1e-3 * float(b.norm()) else None

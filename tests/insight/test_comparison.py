@@ -1,0 +1,109 @@
+"""How two recorded runs compare, and the reasons that the records show. No run is needed."""
+
+import math
+
+import pytest
+import torch
+
+from parwrap.insight.comparison import compared
+from parwrap.insight.recording import Recorded, Step
+
+START, GRAD, LR = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.25]), 0.1
+BY_DESIGN = "this differs by design"
+
+
+def step(grad=GRAD, before=START, **others):
+    """A first step of SGD with that gradient."""
+    options = {"samples": 8, "data": [3.0, 5.0], "options": [{"lr": LR}], **others}
+    return Step("train.py:7", "SGD", options.pop("options"), ["fc.weight"], [before], [grad], [before - LR * grad], **options)
+
+
+def found(one, several, ranks=2, synchronized=True, said="", batch_norms=False, failed=False, tolerance=1e-5):
+    return compared(Recorded(one), Recorded(several, batch_norms, failed), ranks, synchronized, said, tolerance)
+
+
+def test_equal_runs_are_equal_and_the_largest_difference_is_named():
+    result = found([step()] * 3, [step(GRAD + 2e-6)] * 3)
+
+    assert (True, 3, "fc.weight") == (result.equal, result.steps, result.name)
+    assert math.isclose(0.5 * 2e-6 * LR, result.largest, rel_tol=0.2)  # beside the largest value, which is 2
+    assert f"equal to one process after 3 steps on 2 ranks: largest difference {result.largest:.1g} (fc.weight)" == str(result)
+
+
+def test_the_first_step_that_differs_is_named_with_both_values():
+    result = found([step(), step()], [step(), step(GRAD + torch.tensor([0.0, 1.0]))])
+
+    assert (1, 2, "train.py:7", "fc.weight[1]") == (result.steps, result.difference.step, result.difference.place, result.difference.what)
+    assert (pytest.approx(-2.025), pytest.approx(-2.125)) == (result.difference.one, result.difference.several)
+
+
+@pytest.mark.parametrize(
+    ("expected", "one", "several", "context"),
+    [
+        ("1/2 of that of one process: the loss is a sum", {}, {"grad": GRAD / 2}, {}),
+        ("1/4 of that of one process: the loss is a sum", {}, {"grad": GRAD / 4}, {"ranks": 4}),
+        ("0.8 times that of one process: the loss is divided by another number", {}, {"grad": GRAD * 0.8}, {}),
+        ("lr of SGD is 0.1 on one process and 0.2 on 2 ranks", {}, {"grad": GRAD * 2, "options": [{"lr": 0.2}]}, {}),
+        ("the weights differ before anything is trained", {}, {"before": START + 1}, {}),
+        ("trains on 8 samples on one process and on 9 on 2 ranks", {}, {"grad": -GRAD, "samples": 9}, {}),
+        ("all ranks do the same work", {}, {"grad": -GRAD, "samples": 16}, {}),
+        ("all ranks do the same work", {}, {"grad": -GRAD}, {"said": "parwrap: the ranks do the same work at train.py:3"}),
+        ("the ranks read other samples than one process", {}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
+        (f"(augmentation), by each rank for itself: {BY_DESIGN}", {"draws_reading": True}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
+        (f"(dropout, noise), which each rank draws for itself: {BY_DESIGN}", {"draws_training": True}, {"grad": GRAD.flip(0)}, {}),
+        ("batch norms use the statistics of each rank's part", {}, {"grad": GRAD.flip(0)}, {"batch_norms": True, "synchronized": False}),
+        ("the loss is no mean over samples", {}, {"grad": GRAD.flip(0)}, {"batch_norms": True}),
+        ("the gradients agree, and the optimizer enlarges their rounding", {}, {"grad": GRAD * (1 + 1e-4)}, {"tolerance": 1e-9}),
+    ],
+)
+def test_the_first_reason_is_what_the_records_show(expected, one, several, context):
+    reasons = found([step(**one)], [step(**several)], **context).difference.reasons
+
+    assert expected in reasons[0]
+
+
+def test_values_whose_gradients_are_rounding_are_left_out():
+    one, several = (step(torch.tensor([1.0, noise])) for noise in (3e-8, -4e-8))
+    one.after[0][1] += 0.1  # Adam makes a step of it
+    several.after[0][1] -= 0.1
+
+    result = found([one], [several])
+
+    assert (True, 1) == (result.equal, result.left_out)
+    assert str(result).endswith("; 1 values whose gradients are rounding are left out")
+
+
+def test_a_value_without_any_gradient_is_compared():
+    one, several = (step(torch.tensor([1.0, 0.0])) for _ in range(2))
+    several.after[0][1] += 1
+
+    assert "fc.weight[1]" == found([one], [several]).difference.what
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_no_number_in_one_run_only_differs(value):
+    broken = step()
+    broken.after[0][1] = value
+
+    assert "fc.weight[1]" == found([step()], [broken]).difference.what
+    assert found([broken], [broken]).equal
+
+
+def test_other_steps_are_a_difference():
+    result = found([step(), step()], [step()])
+
+    assert (2, "the number of steps", 2, 1) == (
+        result.difference.step,
+        result.difference.what,
+        result.difference.one,
+        result.difference.several,
+    )
+    assert "the runs take other steps" in result.difference.reasons[0]
+
+
+def test_an_error_on_several_ranks_is_a_difference_with_its_text():
+    said = "Traceback (most recent call last):\n  File\nparwrap.errors.LockstepError: the ranks have come apart:\n  rank 0"
+
+    result = found([step(), step()], [step()], said=said, failed=True)
+
+    assert "LockstepError: the ranks have come apart:\n       rank 0" == result.difference.reasons[0]

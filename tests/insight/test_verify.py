@@ -1,0 +1,118 @@
+"""``parwrap verify`` on real scripts, with real runs on one process and on ranks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+SCRIPT = """
+import pathlib, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(48, 3)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+optimizer = torch.optim.Adam(model.parameters())
+log = pathlib.Path("log.txt")
+for epoch in range(9):
+    for features, targets in loader:
+        optimizer.zero_grad()
+        loss = (model(features) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "model.pt")
+    model.load_state_dict(torch.load("model.pt"))
+    log.write_text(log.read_text() + f"{epoch} {loss.item()}\\n")
+    assert log.read_text().count("\\n") == epoch + 2
+"""
+
+
+def verify(script, folder, *options, name="train.py"):
+    """Run the command on a script in ``folder``."""
+    (folder / name).write_text(script)
+    command = [sys.executable, "-m", "parwrap", "verify", *options, name]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_that_holds_the_contract_is_equal_and_its_files_are_untouched(tmp_path):
+    (tmp_path / "log.txt").write_text("before\n")
+
+    run = verify(SCRIPT, tmp_path, "--json", "--steps", "14")
+    found = json.loads(run.stdout)
+
+    assert (0, 14, None, True) == (run.returncode, found["steps"], found["difference"], found["largest"] < 1e-5)
+    assert (["log.txt", "train.py"], "before\n") == (sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "log.txt").read_text())
+
+
+def test_a_script_that_fails_by_itself_is_no_difference(tmp_path):
+    run = verify("raise ValueError('no data')", tmp_path)
+
+    assert 2 == run.returncode
+    assert run.stderr.startswith("parwrap verify: the script fails on one process after 0 steps:\n")
+    assert run.stderr.endswith("\n  ValueError: no data\n")
+
+
+def test_a_script_without_a_step_cannot_be_compared(tmp_path):
+    run = verify("print('done')", tmp_path)
+
+    assert (2, "parwrap verify: train.py has ended without a step of an optimizer on one process: there is nothing to compare.\n") == (
+        run.returncode,
+        run.stderr,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--steps", "0"], "verify compares a positive number of steps, not 0."),
+        (["--nproc-per-node", "1"], "verify compares one process with a number of ranks above 1, not 1."),
+        (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so its numbers are others: remove it."),
+        (["--strategy", "hogwild"], "--strategy hogwild is not compared step by step: verify takes ddp and zero1."),
+        (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
+    ],
+)
+def test_options_that_cannot_be_compared_are_refused(options, expected, capsys):
+    from parwrap.insight.verify import main
+
+    assert (2, f"parwrap verify: {expected}\n") == (main([*options, "train.py"]), capsys.readouterr().err)
+
+
+def train(model, loss_of, batch_norm=False):
+    torch.manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randn(32, 4), torch.randint(3, (32,))), batch_size=8, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            loss_of(model(features), labels).backward()
+            optimizer.step()
+
+
+def test_a_function_is_compared_in_new_processes_and_nothing_of_the_caller_changes():
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    result = parwrap.verify(train, model, F.cross_entropy, steps=10)
+
+    assert (True, 10, True) == (result.equal, result.steps, result.name in dict(model.named_parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_dropout_differs_by_design_and_can_be_turned_off():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    assert "(dropout, noise)" in parwrap.verify(train, model, F.cross_entropy, steps=3).difference.reasons[0]
+    assert parwrap.verify(train, model, F.cross_entropy, steps=3, dropout=False).equal
+
+
+def test_a_function_that_never_steps_cannot_be_compared():
+    with pytest.raises(parwrap.UsageError, match="print has taken no step of an optimizer in one process: there is nothing to compare"):
+        parwrap.verify(print)
