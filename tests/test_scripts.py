@@ -111,4 +111,4 @@ def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, m
     else:
         for key in parameters(expected).keys() - BEFORE_A_NORM.get(script.stem, set()):
             value = expected[key]
-            torch.testing.assert_close(trained[key], value, rtol=1e-3, atol=2e-4, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(trained[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")

@@ -285,8 +285,8 @@ class Loaders(Sources, Interceptor):
         known.trained -= 1
         warn(
             f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
-            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on. If "
-            "you keep the batches to train on them later, write parwrap.shard(loader)."
+            "is of one rank's share. From now on every rank reads everything at this line. To have that from the first pass on, put the "
+            "loop into torch.no_grad(). If you keep the batches to train on them later, write parwrap.shard(loader)."
         )
 
     def drops(self) -> bool:

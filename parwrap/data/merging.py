@@ -193,8 +193,8 @@ class _Merge:
         """Warn if predictions, equally many on all ranks, would be averaged with each other."""
         if rows > 1 and any(len(passed) > 1 and all(sum(each.sizes) == rows for each in passed) for passed in self._passes):
             warn(
-                f"parwrap: evaluate(reduce='mean'): {name} has as many entries as each rank read samples, {rows}, and the entries are "
-                "averaged over the ranks. If each entry belongs to one sample, like predictions, use reduce='gather'."
+                f"parwrap: evaluate(reduce='mean'): each rank read {rows} samples, and {name} has {rows} entries, which are averaged "
+                "over the ranks. If an entry belongs to one sample, as predictions do, use reduce='gather'."
             )
 
     def _mean(self, results: list[Any]) -> Any:

@@ -527,7 +527,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def draws_put_back() -> Iterator[None]:
-    """Put the random streams back after the block, which only this rank runs: the others draw on where it began."""
+    """Restore the random streams after the block. Only this rank runs it: the streams of the others stay where they were when it began."""
     if _scope is None or _scope.passes is None:
         yield
         return

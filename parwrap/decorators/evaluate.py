@@ -284,7 +284,15 @@ def _differ(call: _JointCall, all_ranks: list[Any]) -> RankMismatchError:
 
 
 def _whole(call: _JointCall, reads: Callable[[DataLoader], None] = lambda loader: None) -> tuple[Any, Exception | None, Evaluation]:
-    """The result of all the data, on every rank, or what it raised; ``reads`` is called with each loader before it is read."""
+    """Run the call on all the data, on every rank.
+
+    Args:
+        call: the call.
+        reads: called with each loader before it is read.
+
+    Returns:
+        The result, the exception that the call has raised or ``None``, and the evaluation.
+    """
     world = call.group.world
     with evaluating(divides=False) as begins:
 

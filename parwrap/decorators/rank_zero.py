@@ -136,7 +136,7 @@ class every_rank_writes(ScopeDecorator):
 
 @contextmanager
 def _running_alone() -> Iterator[None]:
-    """Only this rank runs the block: the others see the files that it makes, and draw the random numbers that it draws afterwards."""
+    """Only this rank runs the block. The others see the files that it makes; afterwards all draw as if it had not run."""
     opened = None if is_alone() else files.current()
     with opened.running_alone() if opened else nullcontext(), draws_put_back(), alone():
         yield

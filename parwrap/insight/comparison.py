@@ -190,6 +190,11 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
                 )
     if SAME_WORK in said or (several.samples and several.samples == ranks * one.samples):
         reasons.append("all ranks do the same work, because no loader is read in shares: `parwrap.shard(loader)`, or --draws per_rank")
+    elif one.batches != several.batches:
+        reasons.append(
+            f"the step follows {counted(one.batches, 'batch')} on one process and {several.batches} {on_ranks}: a loss scale "
+            "has left out other steps, because float16 overflows elsewhere in parts of a batch, or a number of a share decides"
+        )
     elif one.samples != several.samples:
         reasons.append(
             f"the step trains on {one.samples} samples on one process and on {several.samples} {on_ranks}: the batch does not divide. "
@@ -221,7 +226,8 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
         reasons.append("the gradients agree, and the optimizer enlarges their rounding: --tolerance allows larger differences")
     return reasons or [
         "the loss is no mean over samples: it is divided by a number of the rank's part (a masked mean: "
-        "`parwrap.mean_over_ranks(sum, count)`), or it compares the samples of a batch (in-batch negatives: `parwrap.gather_with_grad`)"
+        "`parwrap.mean_over_ranks(sum, count)`), or it compares the samples of a batch (in-batch negatives: `parwrap.gather_with_grad`) or "
+        "lets them decide together"
     ]
 
 

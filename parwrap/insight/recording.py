@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -43,6 +42,7 @@ __all__ = ["Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in"]
 MOST_VALUES = 65_536
 """The number of values of a tensor that are kept: every k-th of a larger one."""
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -77,10 +77,11 @@ class Step:
         before: their values before its first step; empty at later ones.
         grads: their gradients; ``None`` where there is none. Large tensors are sampled.
         after: their values after the step, likewise.
-        samples: the number of samples, on all ranks, in the batches that backwards have trained on since the step before.
+        batches: the number of batches that backwards have trained on since the step before.
+        samples: the number of samples in them, on all ranks.
         data: the sum and the sum of squares of all numbers in them.
         draws_reading: whether reading a batch has drawn random numbers in this process.
-        draws_training: whether anything between a batch and its backward has drawn random numbers.
+        draws_training: whether anything between a batch and its backwards has drawn random numbers.
     """
 
     place: str
@@ -90,6 +91,7 @@ class Step:
     before: list[torch.Tensor]
     grads: list[torch.Tensor | None]
     after: list[torch.Tensor] = field(default_factory=list)
+    batches: int = 0
     samples: int = 0
     data: list[float] = field(default_factory=lambda: [0.0, 0.0])
     draws_reading: bool = False
@@ -164,7 +166,7 @@ class _Names:
 
     def have_batch_norms(self) -> bool:
         """Whether a batch norm is in train mode."""
-        return any(isinstance(each, _BatchNorm) and each.training and each.track_running_stats for each in self._modules)
+        return any(isinstance(each, BATCH_NORMS) and each.training for each in self._modules)
 
 
 @dataclass
@@ -172,7 +174,6 @@ class _Batch:
     samples: int
     data: tuple[float, float]
     drew: bool
-    state: tuple[bytes, int]
 
 
 class _Recorder(Interceptor):
@@ -183,11 +184,12 @@ class _Recorder(Interceptor):
         self._steps = 0
         self._seen: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
         self._batch: _Batch | None = None
+        self._state: tuple[bytes, int] | None = None  # since the last batch or backward
         self._step: Step | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._samples, self._data, self._drew_reading, self._drew_training = 0, [0.0, 0.0], False, False
+        self._batches, self._samples, self._data, self._drew_reading, self._drew_training = 0, 0, [0.0, 0.0], False, False
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         return _Noted(original(loader), self._drawn)
@@ -196,16 +198,19 @@ class _Recorder(Interceptor):
         tensors = list(_tensors(batch))
         values = [each.detach().double() for each in tensors]
         data = sum(float(each.sum()) for each in values), sum(float(each.square().sum()) for each in values)
-        self._batch = _Batch(next((len(each) for each in tensors if each.dim()), 1), data, drew, _random_state())
+        self._batch = _Batch(next((len(each) for each in tensors if each.dim()), 1), data, drew)
+        self._state = _random_state()
 
     def backward(self, call: Backward) -> None:
         if (batch := self._batch) is not None:
             self._batch = None
+            self._batches += 1
             self._samples += batch.samples
             self._data = [a + b for a, b in zip(self._data, batch.data, strict=True)]
             self._drew_reading |= batch.drew
-            self._drew_training |= batch.state != _random_state()
+        self._drew_training |= self._state not in (None, _random_state())
         call.run()
+        self._state = self._state and _random_state()
 
     def step(self, optimizer: Optimizer) -> None:
         parameters = list(parameters_of(optimizer))
@@ -230,7 +235,7 @@ class _Recorder(Interceptor):
         step.after = [_kept(p) for p in parameters_of(optimizer)]
         mine = [self._samples, *self._data, int(self._drew_reading), int(self._drew_training)]
         step.samples, *step.data, reading, training = reduce_sum(mine)
-        step.draws_reading, step.draws_training = reading > 0, training > 0
+        step.batches, step.draws_reading, step.draws_training = self._batches, reading > 0, training > 0
         self._begin()
         self._steps += 1
         if rank() == 0:

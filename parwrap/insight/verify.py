@@ -193,7 +193,7 @@ def _refuse(asked: argparse.Namespace) -> None:
         raise UsageError("--batch per_rank trains on larger batches than one process, so its numbers are others: remove it.")
     strategy = getattr(asked, "strategy", "ddp")
     if strategy not in ("ddp", "zero1"):
-        raise UsageError(f"--strategy {strategy} is not compared step by step: verify takes ddp and zero1.")
+        raise UsageError(f"verify compares weights after each step, which --strategy {strategy} averages later or never: use ddp or zero1.")
 
 
 OURS = {"--steps": True, "--tolerance": True, "--no-dropout": False, "--no_dropout": False, "--json": False}
@@ -220,7 +220,7 @@ def _run(options: Sequence[str], settings: Settings, script: Sequence[str], fold
     command = [sys.executable, "-m", "parwrap.run", *options, "-m", "parwrap.insight.recording", recorder, *script]
     output = folder / "said"
     with output.open("wb") as said:
-        environ = {**os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1"}
+        environ = {**os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
     return recorded_in(folder, failed=run.returncode != 0), output.read_text(errors="replace")
 

@@ -77,7 +77,7 @@ def loading(to_share: bool) -> Iterator[None]:
 
 
 def stop() -> None:
-    """End the server if no rank needs it, and restore this process to its state before."""
+    """Kill the server and multiprocessing's resource tracker, and unfreeze what :func:`loading` has frozen: no rank is needed after all."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:  # type: ignore[attr-defined]
         os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]

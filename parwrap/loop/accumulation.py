@@ -232,7 +232,7 @@ class Accumulation(Interceptor):
             self._apply()
 
     def left(self) -> None:
-        """The loop has left a loader before its end. A finalizer cannot raise, so the next call does."""
+        """The loop has left a loader before its end: step on what is open. As a finalizer cannot raise, the next call does."""
         try:
             self.exhausted()
         except BaseException as error:

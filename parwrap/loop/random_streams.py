@@ -34,9 +34,10 @@ _begun_at: dict[int, int] = {}
 
 
 def _own_seed(seed: int, rank: int) -> int:
-    """The seed of the own streams that begin now: ``seed`` plus ``rank``, and in a later scope another one.
+    """The seed of the own streams that begin now: ``seed + rank`` the first time.
 
-    In a later scope the shared stream is elsewhere, unless the script has seeded again to repeat what it drew.
+    If the shared stream has moved on since then, as in a later scope, its state is mixed in, so that a rank does not draw the same numbers
+    again. A script that has seeded again is back at the first state, and gets the first seed.
     """
     state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
     later = 0 if _begun_at.setdefault(seed, state) == state else state

@@ -79,8 +79,10 @@ class Kernels(Protocol):
 
 
 class _OnCPU:
-    """Torch's CPU kernels. ``merged`` is the mean and the biased variance. The code uses as few operations as possible, because on such
-    short vectors every operation takes about the same time."""
+    """Torch's CPU kernels. ``Whole.merged`` is the mean and the biased variance.
+
+    Vectors have a number for each channel, so that every operation takes about the same time, and the code uses as few as possible.
+    """
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype == torch.float64 else tensor.float()

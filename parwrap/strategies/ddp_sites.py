@@ -174,7 +174,8 @@ class Sites:
     # parameters in no set
 
     def _note_bare(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Name those of ``leaves`` that are trained by hand: changed since, and reached again after a step in another batch."""
+        """Warn of a leaf that no optimizer owns once it gets a gradient again, in a later step and batch and with other values: the script
+        trains it by hand."""
         loop, place = self._loop, script_place()
         batch, steps = loop.passes.batches, loop.optimizers.steps
 

@@ -231,7 +231,7 @@ class FSDP(DDP):
         self._tensors.shard_state(optimizer)
 
     def saved(self, thing: Any) -> Any:
-        """``thing`` with whole tensors and plain modules: only rank 0 writes it."""
+        """What ``torch.save`` writes for ``thing``: whole tensors and plain modules. Every rank makes it, because that needs all parts."""
         memo: dict[int, Any] = {}
 
         def plain(leaf: Any) -> Any:
@@ -313,8 +313,7 @@ class _Sites(Sites):
 
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
-        f"the backward at {script_place()} reaches a part of a sharded model without going through its outputs: through a loss that "
-        "forward keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With "
-        "strategy='fsdp', weights are there only while a backward goes through outputs: return that loss from forward, or use "
-        "strategy='ddp'."
+        f"the backward at {script_place()} reaches weights of a sharded model, but not through the outputs of its forward, so that "
+        "strategy='fsdp' has not gathered them. If forward keeps a loss in an attribute, return it. For gradients of gradients "
+        "(create_graph=True) and re-entrant checkpoints (use_reentrant=True) use strategy='ddp'."
     ) from error

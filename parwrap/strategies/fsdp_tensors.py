@@ -147,7 +147,7 @@ class ShardedTensors:
 
     @contextmanager
     def outside_of_step(self) -> Iterator[None]:
-        """Inside the block, the script runs in the middle of a step."""
+        """Inside the block, which runs the script's closure in the middle of a step, operations see whole tensors again, not parts."""
         steps, self._steps = self._steps, 0
         try:
             yield

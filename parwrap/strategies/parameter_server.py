@@ -133,8 +133,8 @@ class _Part:
         server: the rank of the server.
         parameters: these parameters.
         layout: their places in buffers.
-        values: the values that were pulled last.
-        known: the tensors in ``values``.
+        values: the values that were pulled last, in one buffer.
+        known: views of ``values``, one for each parameter.
     """
 
     server: int

@@ -87,8 +87,8 @@ class Pieces(torch.Tensor):
         watched = (args[0],) if function in _WATCHES_GRADIENTS else args[1] if function == torch.autograd.grad else ()
         if any(isinstance(each, Pieces) and each._was_taken for each in watched):
             raise UsageError(
-                f"{script_place()} calls {function.__name__} on the outputs of a model after their loss was computed on the pieces that "
-                "parwrap.data_parallel(gather=False) keeps on their devices. Gradients go to these pieces: gather the outputs before the "
+                f"{script_place()} calls {function.__name__} on the outputs of a model, which get no gradient: with "
+                "parwrap.data_parallel(gather=False) their loss was computed on the pieces on each device. Gather the outputs before the "
                 "loss, for example with outputs = 1 * outputs, or remove gather=False."
             )
         given = [each for each in leaves((args, kwargs)).values() if isinstance(each, Pieces)]

@@ -213,7 +213,7 @@ def test_rows_of_several_loaders_are_in_order_only_if_they_are_of_one():
     passes = [[Passed([2]), Passed([1])], [Passed([1]), Passed([1])]]
 
     assert [1, 2, 3] == merged("gather", [Part([1, 2], passes[0]), Part([3], passes[1])])
-    with pytest.raises(UsageError, match=re.escape("the function reads several loaders, and the result has [3, 2] rows on the")):
+    with pytest.raises(UsageError, match=re.escape("the function reads several loaders, and the ranks have 3, 2 rows, which is neither")):
         merged("gather", [Part([1, 2, 9], passes[0]), Part([3, 9], passes[1])])
 
 
@@ -223,5 +223,5 @@ def test_what_may_be_predictions_is_averaged_with_a_warning(predictions):
         Part(predictions, [Passed([2])]),
         Part(type(predictions)([3.0, 4.0]) if isinstance(predictions, list) else predictions + 2, [Passed([2])]),
     ]
-    with pytest.warns(UserWarning, match="the result has as many entries as each rank read samples, 2, .*use reduce='gather'"):
+    with pytest.warns(UserWarning, match="each rank read 2 samples, and the result has 2 entries, .*use reduce='gather'"):
         assert [2.0, 3.0] == list(merged("mean", parts))

@@ -58,7 +58,7 @@ def test_what_cannot_be_exact_says_so():
             lambda loader: [len(list(loader)), 0, 0],
             DataLoader(Stream(10)),
             UsageError,
-            "the function reads a stream, and the res",
+            "the function reads a stream, and the ranks have 3, 3 rows",
         ),
     ]
     with parwrap.distributed():

@@ -75,7 +75,10 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
         (["--steps", "0"], "verify compares a positive number of steps, not 0."),
         (["--nproc-per-node", "1"], "verify compares one process with a number of ranks above 1, not 1."),
         (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so its numbers are others: remove it."),
-        (["--strategy", "hogwild"], "--strategy hogwild is not compared step by step: verify takes ddp and zero1."),
+        (
+            ["--strategy", "hogwild"],
+            "verify compares weights after each step, which --strategy hogwild averages later or never: use ddp or zero1.",
+        ),
         (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
     ],
 )
