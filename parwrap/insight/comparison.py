@@ -122,7 +122,7 @@ def compared(one: Recorded, several: Recorded, ranks: int, synchronized: bool, s
 
 
 OTHER_STEPS = (
-    "the runs take other steps: a number that was computed from a share, such as a count of correct samples, decides on them. Add it up "
+    "the runs take other ways: a number that was computed from a share, such as a count of correct samples, decides on them. Add it up "
     "first, `parwrap.reduce_sum(correct)`, or read a loss after its backward"
 )
 OTHER_START = (
@@ -190,6 +190,8 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
                 )
     if SAME_WORK in said or (several.samples and several.samples == ranks * one.samples):
         reasons.append("all ranks do the same work, because no loader is read in shares: `parwrap.shard(loader)`, or --draws per_rank")
+    elif one.passes != several.passes:
+        reasons.append(OTHER_STEPS)
     elif one.batches != several.batches:
         reasons.append(
             f"the step follows {counted(one.batches, 'batch')} on one process and {several.batches} {on_ranks}: a loss scale "

@@ -7,6 +7,7 @@ write. On one process nothing else of parwrap is around the script. Whatever the
 from __future__ import annotations
 
 import json
+import random
 import runpy
 import sys
 import tempfile
@@ -77,6 +78,7 @@ class Step:
         before: their values before its first step; empty at later ones.
         grads: their gradients; ``None`` where there is none. Large tensors are sampled.
         after: their values after the step, likewise.
+        passes: the number of passes over loaders that have begun.
         batches: the number of batches that backwards have trained on since the step before.
         samples: the number of samples in them, on all ranks.
         data: the sum and the sum of squares of all numbers in them.
@@ -91,6 +93,7 @@ class Step:
     before: list[torch.Tensor]
     grads: list[torch.Tensor | None]
     after: list[torch.Tensor] = field(default_factory=list)
+    passes: int = 0
     batches: int = 0
     samples: int = 0
     data: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -181,7 +184,7 @@ class _Recorder(Interceptor):
 
     def __init__(self, settings: Settings, names: _Names) -> None:
         self._settings, self._names = settings, names
-        self._steps = 0
+        self._steps = self._passes = 0
         self._seen: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
         self._batch: _Batch | None = None
         self._state: tuple[bytes, int] | None = None  # since the last batch or backward
@@ -192,6 +195,7 @@ class _Recorder(Interceptor):
         self._batches, self._samples, self._data, self._drew_reading, self._drew_training = 0, 0, [0.0, 0.0], False, False
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        self._passes += 1
         return _Noted(original(loader), self._drawn)
 
     def _drawn(self, batch: Any, drew: bool) -> None:
@@ -235,7 +239,8 @@ class _Recorder(Interceptor):
         step.after = [_kept(p) for p in parameters_of(optimizer)]
         mine = [self._samples, *self._data, int(self._drew_reading), int(self._drew_training)]
         step.samples, *step.data, reading, training = reduce_sum(mine)
-        step.batches, step.draws_reading, step.draws_training = self._batches, reading > 0, training > 0
+        step.passes, step.batches = self._passes, self._batches
+        step.draws_reading, step.draws_training = reading > 0, training > 0
         self._begin()
         self._steps += 1
         if rank() == 0:
@@ -257,9 +262,9 @@ class _Noted:
         return self
 
     def __next__(self) -> Any:
-        before = _random_state()
+        before = _random_state(), random.getstate()
         batch = next(self._batches)
-        drew, self._first = not self._first and before != _random_state(), False
+        drew, self._first = not self._first and before != (_random_state(), random.getstate()), False
         self._drawn(batch, drew)
         return batch
 

@@ -118,12 +118,17 @@ def verify(
             if not one.steps:
                 raise UsageError(f"{function.__name__} has taken no step of an optimizer in one process: there is nothing to compare.")
             around: list[ScopeDecorator] = [distributed(batch="global", seed=seed), *([sync_bn()] if one.batch_norms else [])]
-            several = run("several", nprocs, around)
+            said = ""
+            try:
+                several = run("several", nprocs, around)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                several = recorded_in(Path(folder, "several"), failed=True)
     finally:
         del os.environ[IN_SCRATCH]
         if before is not None:
             os.environ[IN_SCRATCH] = before
-    return compared(one, several, nprocs, True, "", tolerance)
+    return compared(one, several, nprocs, True, said, tolerance)
 
 
 def _called(settings: Settings, modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
