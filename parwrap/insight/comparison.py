@@ -12,7 +12,7 @@ import torch
 from parwrap.errors import counted
 from parwrap.insight.recording import Recorded, Step
 
-__all__ = ["Comparison", "Difference", "compared"]
+__all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
 
 TOLERANCE = 1e-5
 """The largest difference by rounding, beside a largest value of 1."""
@@ -48,6 +48,7 @@ class Comparison:
 
     Attributes:
         ranks: the number of ranks of the second run.
+        reference: what the first run was: ``"one process"``, or ``"DDP by hand"``.
         steps: the number of steps that are equal.
         largest: the largest difference in these, beside a largest value of 1 in its parameter.
         name: its parameter.
@@ -56,6 +57,7 @@ class Comparison:
     """
 
     ranks: int
+    reference: str = "one process"
     steps: int = 0
     largest: float = 0.0
     name: str = ""
@@ -68,14 +70,28 @@ class Comparison:
         return self.difference is None
 
     def __str__(self) -> str:
-        where = f"on {counted(self.ranks, 'rank')}"
-        if self.difference is None:
-            after = f"equal to one process after {counted(self.steps, 'step')} {where}: largest difference {self.largest:.1g} ({self.name})"
-            return after + (f"; {self.left_out} values whose gradients are rounding are left out" if self.left_out else "")
-        first = self.difference
+        first, where, reference = self.difference, f"on {counted(self.ranks, 'rank')}", self.reference
+        if first is None:
+            equal = f"equal to {reference} after {counted(self.steps, 'step')} {where}"
+            left_out = f"; {self.left_out} values whose gradients are rounding are left out" if self.left_out else ""
+            return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}"
         at = f"step {first.step}" + (f" ({first.place})" if first.place else "")
-        lines = [f"differs from one process at {at} {where}: {first.what} is {first.one:.6g} on one process and {first.several:.6g} there"]
-        return "\n".join([*lines, *(f"  {number}. {reason}" for number, reason in enumerate(first.reasons, 1))])
+        values = f"{first.what} is {first.one:.6g} with {reference} and {first.several:.6g} with parwrap"
+        return "\n".join(
+            [
+                f"differs from {reference} at {at} {where}: {values}",
+                *(f"  {number}. {each}" for number, each in enumerate(first.reasons, 1)),
+            ]
+        )
+
+
+def compared_with_ddp(by_hand: Recorded, parwraps: Recorded, ranks: int, said: str, tolerance: float = 0.0) -> Comparison:
+    """Compare a run in which torch's DDP is driven by hand with one that parwrap trains, bit for bit unless a ``tolerance`` is given."""
+    result = compared(by_hand, parwraps, ranks, True, said, tolerance)
+    result.reference = "DDP by hand"
+    if result.difference and not parwraps.failed:
+        result.difference.reasons = [OUTSIDE]
+    return result
 
 
 def compared(one: Recorded, several: Recorded, ranks: int, synchronized: bool, said: str, tolerance: float = TOLERANCE) -> Comparison:
@@ -128,6 +144,10 @@ OTHER_STEPS = (
 OTHER_START = (
     "the weights differ before anything is trained: they are drawn from a generator that the script seeds by the time, the process or the "
     "rank, or that it does not seed. Seed it alike on all ranks, or draw from torch, numpy or random"
+)
+OUTSIDE = (
+    "DDP averages what goes through the forward of the module that it wraps, once for each forward, and leaves the loss this rank's: a "
+    "method other than forward, several backwards for a forward, or a decision on the loss give other numbers"
 )
 SAME_WORK = "the ranks do the same work"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from parwrap.decorators.distributed import open_passes
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
@@ -37,6 +39,7 @@ from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.collectives import reduce_sum
 from parwrap.ranks.group import rank, world_size
+from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
 
 __all__ = ["Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in"]
 
@@ -57,6 +60,7 @@ class Settings:
         seed: the seed of torch, numpy and Python, for scripts that set none.
         dropout: whether dropout is on.
         is_module: whether the script is named as a module.
+        by_hand: whether torch's DDP averages the gradients on several ranks, driven by hand.
     """
 
     folder: str
@@ -64,6 +68,7 @@ class Settings:
     seed: int = 0
     dropout: bool = True
     is_module: bool = False
+    by_hand: bool = False
 
 
 @dataclass
@@ -130,12 +135,11 @@ def recorded_in(folder: Path, failed: bool = False) -> Recorded:
 @contextmanager
 def recorded(settings: Settings, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Record the steps inside the block, and end it with :class:`Enough`; ``modules`` were built before."""
-    with (
-        _Names(modules) as names,
-        intercepting([_Recorder(settings, names)], "__main__"),
-        installed([] if settings.dropout else _no_dropout()),
-    ):
-        yield
+    patches = [] if settings.dropout else _no_dropout()
+    with _Names(modules) as names:
+        interceptors = [_Recorder(settings, names), *([_ByHand()] if settings.by_hand else [])]
+        with intercepting(interceptors, "__main__"), installed(patches):
+            yield
 
 
 class _Names:
@@ -157,6 +161,8 @@ class _Names:
             hook.remove()
 
     def _has_inner(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            return
         self._modules.add(module)
         if inner is not None:
             self._inner.add(inner)
@@ -297,6 +303,37 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.to_dense() if tensor.is_sparse else tensor
     flat = whole.detach().reshape(-1)
     return flat[:: -(-flat.numel() // MOST_VALUES) or 1].to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)
+
+
+class _HandWritten(DistributedDataParallel):
+    """A subclass, because a script's own ``DistributedDataParallel`` makes parwrap stand aside."""
+
+
+class _ByHand(Interceptor):
+    """Drives torch's ``DistributedDataParallel`` as a script would that wraps its model: in place of parwrap's own averaging.
+
+    The outermost module that is called is wrapped; what the ranks read and draw is as with parwrap.
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: WeakKeyDictionary[nn.Module, list[DistributedDataParallel]] = WeakKeyDictionary()
+        self._inside = False
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
+        if self._inside or not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+            return original(*args, **kwargs)
+        self._inside = True
+        try:
+            if module not in self._wrapped:
+                self._wrapped[module] = [_HandWritten(module, find_unused_parameters=True)]
+            return self._wrapped[module][0](*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def backward(self, call: Backward) -> None:
+        TORCHS_BACKWARD(cast(Any, call.tensors), call.grad_tensors, **call.options)
+        if (passes := open_passes()) is not None:
+            passes.ran_backward()
 
 
 def _no_dropout() -> list[Patch]:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from parwrap.decorators.sync_bn import sync_bn
 from parwrap.errors import ParwrapError, UsageError, counted
 from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
-from parwrap.insight.comparison import TOLERANCE, Comparison, compared
+from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared_with_ddp
 from parwrap.insight.recording import Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.plan import command_parser, unknown_option
@@ -52,6 +52,7 @@ writes and prints goes to scratch; programs that it starts write where they alwa
   --nproc-per-node N  ranks of the second run; 2
   --tolerance X       the largest difference by rounding, beside a largest value of 1; 1e-5
   --no-dropout        turn dropout off in both runs, because each rank draws its own
+  --against ddp       compare per-rank batches with torch's DDP, driven by hand on as many ranks, bit for bit
   --seed N            for scripts that set none; 0
   --json              print the result as JSON
 
@@ -158,7 +159,8 @@ def _verify(argv: Sequence[str]) -> int:
     parser = command_parser()
     parser.set_defaults(nproc_per_node=None)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE)
+    parser.add_argument("--tolerance", type=float)
+    parser.add_argument("--against")
     parser.add_argument("--no-dropout", "--no_dropout", dest="dropout", action="store_false")
     parser.add_argument("--json", action="store_true")
     try:
@@ -170,6 +172,24 @@ def _verify(argv: Sequence[str]) -> int:
     options = _of_run(given)
     ranks = asked.nproc_per_node or "2"
     settings = Settings("", asked.steps, getattr(asked, "seed", None) or 0, asked.dropout, asked.module)
+    if asked.against:
+        result = _against_ddp(["--nproc-per-node", ranks, "--seed", str(settings.seed), *options], settings, script, asked.tolerance or 0.0)
+    else:
+        result = _against_one(ranks, options, settings, script, asked)
+    print(json.dumps(asdict(result)) if asked.json else result)
+    return 0 if result.equal else 1
+
+
+def _against_ddp(run: Sequence[str], settings: Settings, script: Sequence[str], tolerance: float) -> Comparison:
+    with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
+        by_hand, said = _run(run, replace(settings, by_hand=True), script, Path(folder, "by_hand"))
+        if by_hand.failed or not by_hand.steps:
+            raise UsageError(f"the script cannot run with DDP by hand: it ends after {counted(len(by_hand.steps), 'step')}:\n{_last(said)}")
+        parwraps, said = _run(run, settings, script, Path(folder, "parwrap"))
+    return compared_with_ddp(by_hand, parwraps, int(run[1]), said, tolerance)
+
+
+def _against_one(ranks: str, options: Sequence[str], settings: Settings, script: Sequence[str], asked: argparse.Namespace) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
         one, said = _run(["--nproc-per-node", "1", *options], settings, script, Path(folder, "one"))
         if one.failed:
@@ -180,9 +200,7 @@ def _verify(argv: Sequence[str]) -> int:
         around = ["--batch", "global", *(["--sync-bn"] if synchronized and not hasattr(asked, "sync_bn") else [])]
         run = ["--nproc-per-node", ranks, "--seed", str(settings.seed), *around, *options]
         several, said = _run(run, settings, script, Path(folder, "several"))
-    result = compared(one, several, int(ranks), synchronized, said, asked.tolerance)
-    print(json.dumps(asdict(result)) if asked.json else result)
-    return 0 if result.equal else 1
+    return compared(one, several, int(ranks), synchronized, said, TOLERANCE if asked.tolerance is None else asked.tolerance)
 
 
 def _refuse_numbers(steps: int, ranks: Any) -> None:
@@ -194,14 +212,18 @@ def _refuse_numbers(steps: int, ranks: Any) -> None:
 
 def _refuse(asked: argparse.Namespace) -> None:
     _refuse_numbers(asked.steps, asked.nproc_per_node or 2)
-    if getattr(asked, "batch", "global") != "global":
+    if asked.against not in (None, "ddp"):
+        raise UsageError(f"--against {asked.against}: verify compares with one process, or with --against ddp.")
+    if asked.against and getattr(asked, "batch", "per_rank") != "per_rank":
+        raise UsageError("--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.")
+    if not asked.against and getattr(asked, "batch", "global") != "global":
         raise UsageError("--batch per_rank trains on larger batches than one process, so its numbers are others: remove it.")
     strategy = getattr(asked, "strategy", "ddp")
     if strategy not in ("ddp", "zero1"):
         raise UsageError(f"verify compares weights after each step, which --strategy {strategy} averages later or never: use ddp or zero1.")
 
 
-OURS = {"--steps": True, "--tolerance": True, "--no-dropout": False, "--no_dropout": False, "--json": False}
+OURS = {"--steps": True, "--tolerance": True, "--against": True, "--no-dropout": False, "--no_dropout": False, "--json": False}
 OF_RUN = {"--nproc-per-node": True, "--nproc_per_node": True, "--seed": True, "-m": False, "--module": False}
 
 

@@ -79,6 +79,11 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
             ["--strategy", "hogwild"],
             "verify compares weights after each step, which --strategy hogwild averages later or never: use ddp or zero1.",
         ),
+        (["--against", "fsdp"], "--against fsdp: verify compares with one process, or with --against ddp."),
+        (
+            ["--against", "ddp", "--batch", "global"],
+            "--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.",
+        ),
         (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
     ],
 )
@@ -119,3 +124,25 @@ def test_dropout_differs_by_design_and_can_be_turned_off():
 def test_a_function_that_never_steps_cannot_be_compared():
     with pytest.raises(parwrap.UsageError, match="print has taken no step of an optimizer in one process: there is nothing to compare"):
         parwrap.verify(print)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "expected"),
+    [
+        (SCRIPT, 0, "equal to DDP by hand after 6 steps on 2 ranks: largest difference 0 (0.weight)"),
+        (
+            SCRIPT.replace("loss.backward()", "loss.backward(retain_graph=True); (2 * loss).backward()"),
+            2,
+            "parwrap verify: the script cannot run with DDP by hand: it ends after 0 steps:\n",
+        ),
+    ],
+    ids=["as it is", "two backwards"],
+)
+@pytest.mark.slow
+def test_a_script_is_bit_for_bit_what_ddp_by_hand_trains_where_ddp_can_train_it(script, status, expected, tmp_path):
+    (tmp_path / "log.txt").write_text("before\n")
+
+    run = verify(script, tmp_path, "--against", "ddp", "--steps", "6")
+
+    assert (status, True) == (run.returncode, expected in run.stdout + run.stderr)
+    assert ["log.txt", "train.py"] == sorted(path.name for path in tmp_path.iterdir())
