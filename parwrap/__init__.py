@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parwrap.decorators import amp as _amp
     from parwrap.decorators import data_parallel as _data_parallel
     from parwrap.decorators import evaluate as _evaluate
+    from parwrap.decorators import explain as _explain
     from parwrap.decorators import hogwild as _hogwild
     from parwrap.decorators import rank_zero as _rank_zero
     from parwrap.decorators import signatures
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     amp = signatures.decorator(_amp.amp.__init__)
     data_parallel = signatures.decorator(_data_parallel.data_parallel.__init__)
     evaluate = signatures.decorator(_evaluate.evaluate.__init__)
+    explain = signatures.decorator(_explain.explain.__init__)
     hogwild = signatures.decorator(_hogwild.hogwild.__init__)
     every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
     rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
@@ -61,6 +63,7 @@ _HOMES = {
     "parwrap.decorators.data_parallel": ("data_parallel",),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.decorators.evaluate": ("evaluate",),
+    "parwrap.decorators.explain": ("explain",),
     "parwrap.decorators.launch": ("launch",),
     "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
     "parwrap.decorators.hogwild": ("hogwild",),
@@ -99,6 +102,7 @@ __all__ = [
     "distributed",
     "evaluate",
     "every_rank_writes",
+    "explain",
     "gather",
     "gather_with_grad",
     "hogwild",

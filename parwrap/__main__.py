@@ -12,6 +12,7 @@ HELP = """\
 usage: parwrap COMMAND ...
 
   parwrap run [options] train.py [its options]   run a plain training script on several ranks
+  parwrap explain [options] train.py [...]       run it, and say what parwrap did at each line
   parwrap verify [options] train.py [...]        compare it, step by step, with one process
   parwrap doctor [options]                       show what works here, and each problem with its remedy
 
@@ -35,6 +36,11 @@ def main() -> int:
 
         del sys.argv[1]
         return run()
+    elif command == "explain":
+        from parwrap.run import command as run
+
+        sys.argv[1] = "--explain"
+        return run()
     elif command == "verify":
         from parwrap.insight.verify import main as verify
 
@@ -46,7 +52,11 @@ def main() -> int:
         return doctor()
     else:
         is_run = command.endswith(".py") or command.startswith("-")
-        instead = f"`parwrap run {shlex.join(sys.argv[1:])}`" if is_run else "`parwrap run`, `parwrap verify` or `parwrap doctor`"
+        instead = (
+            f"`parwrap run {shlex.join(sys.argv[1:])}`"
+            if is_run
+            else "`parwrap run`, `parwrap explain`, `parwrap verify` or `parwrap doctor`"
+        )
         print(f"parwrap: there is no command {command}: write {instead}.", file=sys.stderr)
         return 2
     return 0

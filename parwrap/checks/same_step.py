@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,11 +90,13 @@ class SameStep:
     Attributes:
         grows: whether a rank got a gradient for a parameter that no set has.
         ending: whether this rank's function has ended.
+        averages_since: when this rank's last backward began to wait for the averages, by ``time.perf_counter()``.
     """
 
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self._work, self._interrupts = passes, work, interrupts
         self.grows = self.ending = False
+        self.averages_since = 0.0
         self._last: str | Place = "its start"
         assert group.folder is not None
         ranks = group.world.node_ranks
@@ -151,6 +154,7 @@ class SameStep:
         Raises:
             LockstepError: another rank waits inside of it for a message that this rank does not send.
         """
+        self.averages_since = time.perf_counter()
         self.positions.averages(alike=not self._interrupts.raised)
 
     def passed(self, place: str | Place) -> None:

@@ -56,7 +56,7 @@ from parwrap.places import Place, is_ours, script_place, warn
 from parwrap.ranks.group import is_alone, is_reading_stream
 from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders", "marked_like", "replicate", "shard", "shows_share"]
+__all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard", "shows_share"]
 
 TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """The samplers that draw from torch's stream, once for each pass."""
@@ -123,6 +123,11 @@ def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: we
     others.discard(loader)
     these.add(loader)
     return loader
+
+
+def is_replicated(loader: DataLoader) -> bool:
+    """Whether the script has called :func:`replicate` for ``loader``."""
+    return loader in _replicated
 
 
 def marked_like(copy: DataLoader, loader: DataLoader) -> None:

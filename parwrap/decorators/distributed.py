@@ -65,6 +65,7 @@ __all__ = [
     "evaluating",
     "explained",
     "no_sync",
+    "open_loop",
     "open_passes",
     "same_draws",
     "script_scope",
@@ -252,6 +253,11 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
 def open_passes() -> Passes | None:
     """The open passes; ``None`` outside of ``distributed``, on one rank, and if the script distributes itself."""
     return None if _scope is None else _scope.passes
+
+
+def open_loop() -> Loop | None:
+    """What the running loop has done so far; ``None`` where :func:`open_passes` is."""
+    return None if _scope is None or _scope.strategy is None else _scope.strategy.loop
 
 
 @contextmanager

@@ -75,6 +75,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
     "sync_bn": {"action": "store_true", "help": "batch norms use the statistics of all ranks"},
     "data_parallel": {"type": _devices, "metavar": "all|0,1", "help": "one process on several GPUs, by parts of batches"},
     "uniform_length": {"action": "store_true", "help": "batches of samples of similar length"},
+    "explain": {"action": "store_true", "help": "at the end, a table of what parwrap did at each line"},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
 
@@ -82,6 +83,7 @@ OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_gather": ("data_parallel", {"action": "store_true", "help": "data_parallel: outputs stay on their devices"}),
     "pad_value": ("uniform_length", {"type": _number, "metavar": "X", "help": "uniform_length: what sequences are padded with"}),
     "max_tokens": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: of a batch, instead of samples"}),
+    "report": ("explain", {"metavar": "FILE", "help": "explain: a file that gets the table as JSON"}),
     "multiple_of": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: round lengths up to it"}),
 }
 """The other options of these decorators, each with the name of its decorator and its arguments of ``argparse``."""

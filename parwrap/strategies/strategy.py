@@ -84,6 +84,11 @@ class Strategy(Interceptor):
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
 
+    @property
+    def loop(self) -> Loop:
+        """What the loop has done so far."""
+        return self._loop
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
         return nullcontext()

@@ -1,0 +1,235 @@
+"""``@explain``: at the end, a table of what parwrap did at each line of the script, by which rule, and what would change it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from parwrap.data.loaders import is_replicated
+from parwrap.decorators.distributed import open_loop
+from parwrap.decorators.scope import Call, ScopeDecorator, module_of
+from parwrap.errors import UsageError, counted
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.patch import Patch, installed
+from parwrap.intercept.torch_calls import Backward, intercepting
+from parwrap.loop.optimizers import parameters_of
+from parwrap.loop.passes import Pass
+from parwrap.places import Place, script_place
+from parwrap.ranks.group import rank, world_size
+from parwrap.strategies.strategy import Loop
+
+__all__ = ["explain"]
+
+
+class explain(ScopeDecorator):
+    """Print what parwrap did at each line of the script, when the function ends: a table on rank 0's stderr.
+
+    Write ``@explain``, ``@explain(report="explained.json")`` or ``with explain():`` inside of ``distributed``; for a script, ``--explain``.
+    There is a row for each line that reads a loader, runs a backward, steps an optimizer or saves a file, with the rule of the contract
+    that decided and what would change it; then come the warnings. Without several ranks there is nothing to explain.
+
+    Args:
+        report: a file that gets the same as JSON: ``rows``, a list of objects, and ``warnings``.
+
+    >>> with explain():
+    ...     pass
+    """
+
+    layer = 100
+    """Inside all others, so that it sees what they do."""
+
+    def __init__(self, *, report: str | None = None) -> None:
+        super().__init__()
+        if report is not None and not os.path.isdir(os.path.dirname(report) or "."):
+            raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
+        self._report = report
+
+    def scope(self, call: Call) -> AbstractContextManager[Any]:
+        return _explained(self._report, module_of(call.function) if call.function else "__main__")
+
+
+@contextmanager
+def _explained(file: str | None, module: str | None) -> Iterator[None]:
+    loop = open_loop()
+    if loop is None:
+        yield
+        if rank() == 0 and world_size() == 1:
+            print("parwrap: one rank runs, so it reads, trains and writes as without parwrap", file=sys.stderr)
+        return
+    watcher = _Watcher(loop)
+    patches = [Patch(torch, "save", watcher.save), Patch(warnings, "warn_explicit", watcher.warn)]
+    try:
+        with intercepting([watcher], module), installed(patches, module):
+            yield
+    finally:
+        if rank() == 0:
+            print(watcher.table(), file=sys.stderr)
+            if file is not None:
+                with open(file, "w") as target:
+                    json.dump({"rows": watcher.rows(), "warnings": watcher.warnings}, target, indent=1)
+
+
+@dataclass
+class _Row:
+    """What happens at a line.
+
+    Attributes:
+        place: the line.
+        call: what it calls.
+        times: how often it has done so.
+        what: what parwrap did.
+        rule: the rule of the contract that decided, and why.
+        change: what would change it.
+    """
+
+    place: Place
+    call: str
+    times: int = 0
+    what: str = ""
+    rule: str = ""
+    change: str = ""
+
+
+@dataclass
+class _Read(_Row):
+    """A line that reads a loader: its last pass, and the name of its sampler."""
+
+    last: Pass | None = None
+    sampler: str = ""
+
+
+@dataclass
+class _Averaged(_Row):
+    """A line that runs a backward: when it first and last did so, and how long it has waited, in seconds."""
+
+    begin: float = 0.0
+    end: float = 0.0
+    waited: float = 0.0
+    size: tuple[int, float] = field(default=(0, 0.0))
+
+
+class _Watcher(Interceptor):
+    """Notes what happens at each line."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._rows: dict[tuple[Place, str], Any] = {}
+        self.warnings: list[str] = []
+
+    def _row(self, call: str, kind: type[_Row] = _Row) -> Any:
+        place = script_place()
+        row = self._rows.setdefault((place, call), kind(place, call))
+        row.times += 1
+        return row
+
+    # loaders
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        row = self._row("DataLoader", _Read)
+        row.sampler = type(loader.batch_sampler if loader.sampler is None else loader.sampler).__name__
+        return self._begun(row, loader, original(loader))
+
+    def _begun(self, row: _Read, loader: DataLoader, batches: Iterator) -> Iterator:
+        """The batches; once the first is there, the pass has begun."""
+        optimizers = self._loop.optimizers
+        why = "no backward followed before"
+        if not torch.is_grad_enabled():
+            why = "no gradients are on"
+        elif not optimizers.were_built:
+            why = "no optimizer has been built"
+        elif optimizers.evaluate():
+            why = f"eval() at {optimizers.eval_place()}"
+        for batch in batches:
+            if (opened := self._loop.passes.innermost) is not None and row.last is not opened:
+                row.last = opened
+                self._explain_pass(row, loader, opened, why)
+            yield batch
+
+    def _explain_pass(self, row: _Read, loader: DataLoader, opened: Pass, why: str) -> None:
+        if opened.shared:
+            row.rule = "2: parwrap.shard" if opened.said else "2: trains: gradients on, an optimizer, train mode"
+            row.change = "replicate(loader)"
+        elif is_replicated(loader):
+            row.rule, row.change = "2: parwrap.replicate", "shard(loader)"
+        else:
+            row.rule, row.change = f"2: {why}", "@evaluate shares it, exactly"
+
+    # training
+
+    def backward(self, call: Backward) -> None:
+        row = self._row("backward", _Averaged)
+        begin = time.perf_counter()
+        row.begin = row.begin or begin
+        call.run()
+        row.end = time.perf_counter()
+        if (since := self._loop.same_step.averages_since) > begin:
+            row.waited += row.end - since
+        strategy = self._loop.options().strategy
+        row.rule = f"5, strategy={strategy!r}" if strategy != "ddp" else "5"
+        row.change = "no_sync(), @accumulate"
+        if not row.size[0]:
+            parameters = [p for optimizer in self._loop.optimizers.all() for p in parameters_of(optimizer) if p.grad is not None]
+            row.size = len(parameters), sum(p.grad.nbytes for p in parameters if p.grad is not None) / 1e6
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        row = self._row(f"{type(optimizer).__name__}.step")
+        row.what, row.rule = "the same step on all ranks", "1"
+
+    # files and warnings
+
+    def save(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        row = self._row("torch.save")
+        with suppress(TypeError):
+            row.what = f"rank 0 writes {os.path.basename(os.fsdecode(kwargs.get('f', args[1] if len(args) > 1 else '')))}"
+        row.what, row.rule, row.change = row.what or "rank 0 writes", "8", "every_rank_writes()"
+        return wrapped(*args, **kwargs)
+
+    def warn(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if args and str(args[0]).startswith("parwrap:"):
+            self.warnings.append(str(args[0]).removeprefix("parwrap: "))
+        return wrapped(*args, **kwargs)
+
+    # the table
+
+    def _told(self, row: Any) -> str:
+        ranks = self._loop.group.world.size
+        if isinstance(row, _Read):
+            if row.last is None:
+                return f"{counted(row.times, 'pass')} without a batch"
+            of = "" if row.last.whole is None else f" of {row.last.whole}"
+            share = f"each of {ranks} ranks {row.last.samples}{of} samples" if row.last.shared else "all samples on every rank"
+            return f"{share}, {row.sampler}, {row.times} passes" if row.times > 1 else f"{share}, {row.sampler}"
+        if isinstance(row, _Averaged):
+            averaged = self._loop.options().strategy in ("ddp", "zero1", "fsdp")
+            verb = "averaged" if averaged else "this rank's gradients of"
+            waited = row.waited / (row.end - row.begin) if row.end > row.begin and self._loop.group.device.type == "cpu" else None
+            waits = f", {waited:.0%} of the time waiting for averages" if waited is not None and row.times > 1 else ""
+            return f"{verb} {counted(row.size[0], 'parameter')}, {row.size[1]:.2g} MB, {row.times} times{waits}"
+        return f"{row.what}, {row.times} times" if row.times > 1 else row.what
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows, in the order of the script's lines."""
+        found = sorted(self._rows.values(), key=lambda row: row.place)
+        return [
+            {"place": str(row.place), "call": row.call, "times": row.times, "what": self._told(row), "rule": row.rule, "change": row.change}
+            for row in found
+        ]
+
+    def table(self) -> str:
+        """The rows as text, and the warnings."""
+        head = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}
+        lines = [head, *self.rows()]
+        widths = {name: max(len(row[name]) for row in lines) for name in head}
+        text = ["  ".join(row[name].ljust(widths[name]) for name in head).rstrip() for row in lines]
+        return "\n".join(["parwrap explains:", *text, *(f"warning: {each}" for each in self.warnings)])

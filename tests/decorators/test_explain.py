@@ -1,0 +1,157 @@
+"""``@explain``: what the table says of a loop on two ranks."""
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def data(size=12):
+    return TensorDataset(torch.arange(float(size))[:, None])
+
+
+class Loop:
+    """A model, its optimizer, and one line for each thing to do."""
+
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+
+    def train(self, loader):
+        self.model.train()
+        for (x,) in loader:
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+
+    def read(self, loader):
+        for _ in loader:
+            pass
+
+
+def rows_of(run, tmp_path):
+    """The rows of the report of ``run``, by call, on rank 0; and the warnings."""
+    report = tmp_path / "report.json"
+    with parwrap.distributed(), parwrap.explain(report=str(report)):
+        run()
+    if parwrap.rank() > 0:
+        return None, None
+    told = json.loads(report.read_text())
+    return told["rows"], told["warnings"]
+
+
+@pytest.mark.ranks(2)
+def test_each_line_of_a_loop_has_a_row_in_the_order_of_the_script(tmp_path, capfd):
+    def run():
+        loop, loader = Loop(), DataLoader(data(), batch_size=3, shuffle=True)
+        for _ in range(2):
+            loop.train(loader)
+        torch.save(loop.model.state_dict(), tmp_path / "model.pt")
+
+    rows, said = rows_of(run, tmp_path)
+
+    if parwrap.rank() == 0:
+        assert [] == said
+        assert ["DataLoader", "backward", "SGD.step", "torch.save"] == [row["call"] for row in rows]
+        assert [2, 4, 4, 1] == [row["times"] for row in rows]
+        assert "each of 2 ranks 6 of 12 samples, RandomSampler, 2 passes" == rows[0]["what"]
+        assert re.fullmatch(r"averaged 2 parameters, 8e-06 MB, 4 times, \d+% of the time waiting for averages", rows[1]["what"])
+        assert ["2: trains: gradients on, an optimizer, train mode", "5", "1", "8"] == [row["rule"] for row in rows]
+        assert "rank 0 writes model.pt" == rows[3]["what"]
+        text = capfd.readouterr().err
+        assert re.search(
+            r"(?m)^parwrap explains:\nline +call +what parwrap did +by rule +what changes it\ntest_explain.py:\d+ +DataLoader +each", text
+        )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("no gradients", "2: no gradients are on"),
+        ("eval", r"2: eval\(\) at test_explain.py:\d+"),
+        ("no optimizer", "2: no optimizer has been built"),
+        ("replicated", "2: parwrap.replicate"),
+    ],
+)
+def test_a_whole_pass_says_why_it_is_whole(kind, rule, tmp_path):
+    def run():
+        loader, loop = DataLoader(data(), batch_size=3), None if kind == "no optimizer" else Loop()
+        if kind == "eval":
+            loop.model.eval()
+        if kind == "replicated":
+            parwrap.replicate(loader)
+        with torch.set_grad_enabled(kind != "no gradients"):
+            Loop.read(loop, loader)
+
+    rows, _ = rows_of(run, tmp_path)
+
+    if parwrap.rank() == 0:
+        assert ("all samples on every rank, SequentialSampler", True) == (rows[0]["what"], bool(re.fullmatch(rule, rows[0]["rule"])))
+
+
+@pytest.mark.ranks(2)
+def test_what_the_script_said_and_what_was_warned_of_is_there(tmp_path):
+    def run():
+        loop, loader = Loop(), parwrap.shard(DataLoader(data(), batch_size=3))
+        loop.train(loader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop.read(DataLoader(data(), batch_size=3))  # no backward follows
+
+    rows, said = rows_of(run, tmp_path)
+
+    if parwrap.rank() == 0:
+        assert "2: parwrap.shard" == next(row["rule"] for row in rows if row["call"] == "DataLoader")
+        assert (1, True) == (len(said), "no backward followed" in said[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("strategy", "verb"), [("zero1", "averaged"), ("hogwild", "this rank's gradients of")])
+def test_a_backward_says_what_its_strategy_does(strategy, verb, tmp_path):
+    report = tmp_path / "report.json"
+    with parwrap.distributed(strategy=strategy), parwrap.explain(report=str(report)):
+        Loop().train(DataLoader(data(), batch_size=3))
+
+    if parwrap.rank() == 0:
+        row = next(row for row in json.loads(report.read_text())["rows"] if row["call"] == "backward")
+        assert (True, f"5, strategy={strategy!r}") == (row["what"].startswith(verb), row["rule"])
+
+
+def test_on_one_rank_there_is_nothing_to_explain(capfd):
+    with parwrap.explain():
+        Loop().train(DataLoader(data(), batch_size=3))
+
+    assert "parwrap: one rank runs, so it reads, trains and writes as without parwrap\n" == capfd.readouterr().err
+
+
+def test_a_report_in_a_missing_folder_is_refused():
+    with pytest.raises(parwrap.UsageError, match=r"report='nowhere/x\.json' is in a folder that does not exist: make the folder first"):
+        parwrap.explain(report="nowhere/x.json")
+
+
+def test_a_script_is_explained_by_the_command(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for x in torch.utils.data.DataLoader(torch.rand(8, 1), batch_size=2):\n"
+        "    model(x).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+
+    command = [sys.executable, "-m", "parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert (0, "") == (run.returncode, run.stdout)
+    assert ["train.py:4", "train.py:5", "train.py:6"] == [
+        row["place"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]
+    ]
+    assert "train.py:4  DataLoader  each of 2 ranks 4 of 8 samples, SequentialSampler" in run.stderr
