@@ -54,7 +54,7 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
     """How many ranks to start on this machine.
 
     Raises:
-        LaunchError: the machine has fewer GPUs.
+        LaunchError: the machine has fewer GPUs than ``nprocs`` needs.
 
     >>> number_of_ranks(3, "gloo")
     3

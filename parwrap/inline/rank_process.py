@@ -63,11 +63,11 @@ class Job:
         rank: the number of the rank.
         task: a function that returns the task, called after the environment variables are set.
         variables: environment variables to set first.
-        threads: the number of compute threads; ``None`` for the environment's.
+        threads: the number of compute threads; ``None`` for the number that environment variables set.
         outputs: descriptors that replace stdout and stderr, by their numbers.
         folder: the folder for :func:`failure_file` and :func:`end_file`.
         pipe: the descriptor for messages that these files have been written.
-        parent: the caller's process.
+        parent: the id of the caller's process.
     """
 
     rank: int

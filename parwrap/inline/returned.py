@@ -33,7 +33,7 @@ KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
 """The kinds of objects whose new state is sent back."""
 
 MOST = 1000
-"""Containers and arrays with more items are not searched for changes; a tensor with more is sent only if torch records a change."""
+"""Containers and arrays with more items are not searched for changes; a tensor with more elements is sent only if it may have changed."""
 
 MOST_NAMED = 5
 CALLERS = "parwrap"
@@ -61,7 +61,7 @@ class CallersObjects:
         self._trained = {self._numbers[id(each)] for each in parts}
 
     def pack(self, thing: Any, file: Path | BinaryIO) -> None:
-        """Write ``thing`` into a file, with their numbers in place of the caller's objects."""
+        """Write ``thing`` into a file, with numbers in place of the caller's objects."""
         numbers = self._numbers
 
         class Pickler(pickle.Pickler):

@@ -45,7 +45,7 @@ class Autocasting(Interceptor):
             yield
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Read batches without autocast, in worker processes too: autocast by hand is around the forward pass only."""
+        """Read batches without autocast, in worker processes too, as in a script whose own autocast is around the forward pass only."""
         with self.off_for_data():
             return _Drawn(original(loader), self)
 

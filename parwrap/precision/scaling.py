@@ -94,7 +94,7 @@ class Scaling(Interceptor):
         return found
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``closure`` such that it removes non-finite gradients, because optimizers skip parameters without a gradient."""
+        """Return ``closure`` with all gradients removed if one is not finite, because optimizers skip parameters without a gradient."""
 
         def with_finite_gradients() -> Any:
             loss = closure()

@@ -143,7 +143,7 @@ class DDP(Strategy):
             average_now(parameters, bits)
 
     def begins_pass(self, trains: bool) -> None:
-        """Compare the weights before some training passes. If there was a step, compare weights and send buffers before any other pass."""
+        """Compare the weights before some training passes, and before other passes that follow a step; these also get rank 0's buffers."""
         if trains:
             self._weights.begins_pass()
         elif self._synced_steps != self._loop.optimizers.steps and not is_alone():

@@ -226,7 +226,7 @@ class FSDP(DDP):
         return self._tensors.whole_state(original())
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-        """Load this rank's part of the state of one process."""
+        """Load this rank's part of ``state``, which is a whole state dict."""
         original(state)
         self._meet(optimizer)
         self._tensors.shard_state(optimizer)

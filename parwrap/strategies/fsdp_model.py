@@ -48,7 +48,7 @@ class ShardedModel:
 
     Args:
         root: the root module.
-        units: the modules inside it that are gathered separately, inner ones first.
+        units: the modules inside the root that are gathered separately, inner modules first.
         whole: parameters that stay whole.
         mesh: the device mesh of all ranks.
         sends: called before a unit sends anything, with a text that names the message.
@@ -58,7 +58,7 @@ class ShardedModel:
         root: a function that returns the module while it is alive.
         parameters: the script's parameters, each with torch's state of it.
         reached: the ids of parameters that backwards have reached since this set was cleared.
-        zeros: parameters without a gradient that got one of zeros, because another parameter of their unit has a gradient.
+        zeros: parameters without a gradient that got a gradient of zeros, because another parameter of their unit has a gradient.
     """
 
     def __init__(
@@ -241,12 +241,12 @@ def _refuse_exchanged(info: Any) -> None:
 
 
 def _attachments(module: nn.Module) -> dict[str, set[Any] | None]:
-    """The names of a module's attributes, each with its keys if it is a dict, else ``None``."""
+    """The names of a module's attributes; each has the keys of the attribute if this is a dict, else ``None``."""
     return {name: set(value) if isinstance(value, dict) else None for name, value in module.__dict__.items()}
 
 
 def _added(before: dict[str, set[Any] | None], after: dict[str, set[Any] | None]) -> dict[str, set[Any] | None]:
-    """The names of new attributes, each with ``None``, and of older dicts with new keys, each with these keys."""
+    """The names of new attributes, each with ``None``; and of older attributes that are dicts with new keys, each with the new keys."""
     added: dict[str, set[Any] | None] = {}
     for name, keys in after.items():
         if name not in before:

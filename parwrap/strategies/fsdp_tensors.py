@@ -58,7 +58,7 @@ ABOUT_SHARDING = "DTensor", "Sharding propagation", "shard"
 
 
 class Sharded(nn.Parameter):
-    """A sharded parameter of the script: it stands for a ``DTensor``, which holds this rank's part, and holds no values itself."""
+    """A sharded parameter of the script. It has no values itself, but stands for a ``DTensor``, which has this rank's part."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -147,7 +147,7 @@ class ShardedTensors:
 
     @contextmanager
     def outside_of_step(self) -> Iterator[None]:
-        """Inside the block, operations see whole tensors; it runs the script's closure, which an optimizer calls during its step."""
+        """Inside the block, where the script's closure runs during a step, operations see whole tensors."""
         steps, self._steps = self._steps, 0
         try:
             yield

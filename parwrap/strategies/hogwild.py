@@ -58,7 +58,7 @@ class Hogwild(Strategy):
         self._evaluating = False
 
     def backward(self, call: Backward) -> None:
-        """Run ``call``, whose gradients stay on this rank. Before the first backward, move the weights into shared memory."""
+        """Run ``call``, whose gradients stay on this rank; before that, move weights that are not shared yet into shared memory."""
         if is_alone():
             raise refuse_alone()
         optimizers = self._loop.optimizers
@@ -238,7 +238,7 @@ class _SharedWeights:
         """Move ``parameters`` into memory that all ranks share, with rank 0's values.
 
         Args:
-            parameters: the same ones in the same order on all ranks.
+            parameters: the parameters to share, in the same order on all ranks.
             data: digits of the data that all ranks must read alike.
             compare: raises an error if the ``data`` of the ranks differ.
 

@@ -109,7 +109,7 @@ class LocalSGD(DDP):
     def _counts(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` counts as a local step.
 
-        It does not if one rank runs alone, if the optimizer belongs to a batch, or if the step is a part of another step, as in Lookahead.
+        A step does not count if one rank runs alone, if its optimizer belongs to a batch, or if it is a part of another step (Lookahead).
         """
         if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
             return False
@@ -122,7 +122,7 @@ class LocalSGD(DDP):
             self._begin(optimizer)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Begin a round of ``optimizer``, if none is open; first average open rounds of other optimizers with the same parameters."""
+        """Begin a round of ``optimizer``, if none is open; first average open rounds of other optimizers that share parameters with it."""
         current = self._rounds.setdefault(optimizer, _Round())
         if current.steps:
             return

@@ -170,7 +170,7 @@ class ParameterServer(Strategy):
         self._failed: set[int] = set()
 
     def backward(self, call: Backward) -> None:
-        """Run ``call``, whose gradients stay on this worker. Before it, send new optimizers to the servers."""
+        """Run ``call``, whose gradients stay on this worker; before that, send new optimizers to the servers."""
         if is_alone():
             raise refuse_alone()
         loop = self._loop
@@ -345,7 +345,7 @@ class ParameterServer(Strategy):
             self._ask(part.server, Message(Kind.SET, number, pickle.dumps(changed), part.layout.filled(part.parameters)))
 
     def _pull_all(self, kind: str, unseen: bool = False, about: object = None) -> None:
-        """Wait for all workers, then pull all values, so that all workers have the same; no worker steps meanwhile."""
+        """Wait for all workers, then pull all values. Workers get the same values, because none steps before all have pulled."""
         for number, part in self._all_parts():
             self._push_changes(number, part)
         self._meet(kind, about)
@@ -481,7 +481,7 @@ class ParameterServer(Strategy):
             last = last._replace(content=(in_one_line(error) if not isinstance(error, LockstepError) else str(error)).encode())
         for server in self._group.servers:
             if server not in self._failed:
-                with suppress(RuntimeError):  # it has ended
+                with suppress(RuntimeError):  # the server has ended
                     self._group.connections.send(server, last)
         self._parts.clear()
 

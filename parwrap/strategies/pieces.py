@@ -152,7 +152,7 @@ def in_whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """Compute a loss that reduces over all elements, piece by piece; return ``None`` if it needs the whole tensor."""
+    """Compute an elementwise loss piece by piece; return ``None`` if it needs the whole tensor."""
     input, target = given["input"], given["target"]
     if not _plain(given) or input.shape != target.shape or not input.dim():
         return None
@@ -167,7 +167,10 @@ def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor
 
 
 def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """Compute a loss whose mean is over the labels that count, weighted by class; return ``None`` if it needs the whole tensor."""
+    """Compute a classification loss piece by piece: its mean is over labels that are not ignored, weighted by class.
+
+    Return ``None`` if it needs the whole tensor.
+    """
     input, target, weight = given["input"], given["target"], given.get("weight")
     if not _plain(given, "weight") or input.dim() < 2 or not target.dim() or len(target) != len(input) or isinstance(weight, Pieces):
         return None
@@ -204,7 +207,7 @@ _LOSSES: dict[Callable, Callable[[Callable, dict[str, Any]], torch.Tensor | None
 
 
 def _plain(given: dict[str, Any], *taken: str) -> bool:
-    """Whether a loss can be computed piece by piece: its target fits the pieces, and no argument but those ``taken`` has a value."""
+    """Whether a loss can be computed piece by piece: its target fits, and it has no weights or old arguments but those ``taken``."""
     input, target = given["input"], given["target"]
     if not isinstance(input, Pieces) or given.get("reduction", "mean") not in ("mean", "sum", "none"):
         return False

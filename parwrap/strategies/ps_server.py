@@ -322,7 +322,7 @@ class Server(Interceptor):
         connections: the connections to the workers.
         workers: the number of workers, which are the first ranks.
         rank: this rank.
-        staleness: how many steps a worker may be ahead of the slowest; 0: they step together; ``None``: each at its own pace.
+        staleness: how many steps a worker may be ahead of the slowest. With 0 workers step together, with ``None`` each at its own pace.
         device: the device for parameters that are not on the CPU of workers.
 
     Attributes:

@@ -73,7 +73,7 @@ class Strategy(Interceptor):
     """How the ranks of a loop train together.
 
     Args:
-        loop: what the loop has done so far.
+        loop: the state of the running loop.
 
     Attributes:
         together: whether ranks end together, because they train one model.

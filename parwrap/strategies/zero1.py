@@ -136,12 +136,12 @@ class Zero1(DDP):
         super().stepped(optimizer)
 
     def backward(self, call: Backward) -> None:
-        if self._steps:  # that of a closure runs inside a step
+        if self._steps:  # the backward of a closure runs inside a step
             self._refuse_after_failure(stepping())
         super().backward(call)
 
     def _refuse_after_failure(self, running: Sequence[Optimizer]) -> None:
-        """Refuse to go on after a step that has raised, which is a step of an optimizer that is not ``running`` any more."""
+        """Refuse to go on after a step that has raised: a step that has begun, but whose optimizer is not ``running`` any more."""
         for step in self._steps:
             if all(each is not step.optimizer for each in running):
                 raise LockstepError(
@@ -163,7 +163,7 @@ class Zero1(DDP):
         return state if self._is_whole(optimizer) else self._shards_of(optimizer).whole(state)
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-        """Load this rank's part of the state of one process."""
+        """Load this rank's part of ``state``, which is a whole state dict."""
         original(state if self._is_whole(optimizer) else self._shards_of(optimizer).own(state))
 
     def make_whole(self) -> None:
@@ -259,7 +259,7 @@ class _Shards:
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state``, this rank's state dict, merged with those of the other ranks, on the CPU."""
         merged = _arrived(self._gathered(state["state"]), torch.device("cpu"))
-        others = {key: each for key, each in state["state"].items() if key not in range(len(self._owners))}  # of no parameter
+        others = {key: each for key, each in state["state"].items() if key not in range(len(self._owners))}  # entries of no parameter
         return {**state, "state": {**others, **merged}}
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
