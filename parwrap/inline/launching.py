@@ -1,6 +1,6 @@
 """Runs a function on ranks that this process starts, watches and always ends.
 
-``rank_process.py`` runs in a rank; ``returned.py`` packs what it sends back, and ``notebook.py`` shows its output.
+``rank_process.py`` runs in a rank; ``returned.py`` packs what rank 0 sends back, and ``notebook.py`` shows the output of ranks.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Start = Callable[[int, int, dict[int, int]], Any]
 """Starts the process of a rank, from its number, a pipe for its messages, and descriptors for its stdout and stderr."""
 
 MOMENT = 0.05
-"""Seconds to wait for the news of a dead rank, after other ranks have raised errors because of it."""
+"""Seconds to wait for the end of a rank that died, after another rank has reported an error, which that death may have caused."""
 
 
 def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
     """How many ranks to start on this machine.
 
     Raises:
-        LaunchError: the machine has fewer GPUs.
+        LaunchError: the machine has fewer GPUs than ``nprocs`` needs.
 
     >>> number_of_ranks(3, "gloo")
     3
@@ -74,11 +74,11 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
 def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method: str | None = None, who: str = "parwrap.launch") -> Any:
     """Run ``task`` on ``size`` ranks that this process starts, and wait for all of them.
 
-    Afterwards the caller's tensors, models, optimizers and schedulers have the state of rank 0, as far as it survives to send it. Ctrl-C is
-    passed on to the ranks.
+    Afterwards the caller's tensors, models, optimizers and schedulers have the state of rank 0, unless rank 0 dies before it can send it.
+    Ctrl-C is passed on to the ranks.
 
     Args:
-        task: the function to call, and what it reaches. It opens the process group itself.
+        task: the function to call, and what it reaches. The function opens the process group itself.
         size: the number of ranks.
         backend: the backend of the process group; ``None`` to choose by the device.
         start_method: ``"fork"``, or ``"spawn"`` for new interpreters, which get the function by cloudpickle; by default ranks are forked
@@ -106,7 +106,7 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
 
 
 def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
-    """A function that forks a rank from this process."""
+    """Return a function that forks a rank from this process."""
     _refuse_fork(who)
     importlib.import_module(DYNAMO)  # each rank's first optimizer would import it, which takes a second
     streams = [stream for handler in logging_handlers() if (stream := getattr(handler, "stream", None)) is not None]
@@ -126,7 +126,7 @@ def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
         try:
             return task.function()
         finally:
-            _flush(files)  # the end of a fork does not
+            _flush(files)  # the end of a forked process does not flush files
 
     def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
         job = Job(rank, partial(settled, rank), _variables(rank, size, folder), 1, outputs, folder, pipe, os.getpid())
@@ -138,12 +138,12 @@ def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
 
 
 def _spawns(task: Task, size: int, folder: Path, backend: str | None, who: str) -> Start:
-    """A function that starts a rank as a new interpreter."""
+    """Return a function that starts a rank as a new interpreter."""
     file = folder / "task"
     pack(replace(task, inherited=[]), file, who)
 
     def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
-        own = {number: number for number in outputs}  # the interpreter begins with them
+        own = {number: number for number in outputs}  # the interpreter begins with these descriptors
         job = Job(rank, partial(loaded, file, backend), _variables(rank, size, folder), None, own, folder, pipe, os.getpid())
         return Interpreter(job, outputs, threads=max(1, cores() // size))
 
@@ -151,7 +151,7 @@ def _spawns(task: Task, size: int, folder: Path, backend: str | None, who: str) 
 
 
 def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """The environment variables by which a rank finds its place, and the folder to meet in."""
+    """The environment variables that tell a rank its number, the number of ranks, and the folder of the rendezvous."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
     return {f"PARWRAP_{name}": str(value) for name, value in place.items()} | {INIT_METHOD: f"{ONE_NODE}://job/{folder.name}"}
 
@@ -213,10 +213,10 @@ class _Rank:
     """The process of one rank.
 
     Attributes:
-        failed_at: the time of its exception, or 0 if it ended without a report; otherwise ``None``.
-        finished: whether it has reported its end.
-        ended: whether its process has ended.
-        how: how it ended, if without a report.
+        failed_at: the time of the rank's exception, or 0 if the process ended without a report; otherwise ``None``.
+        finished: whether the rank has reported its end.
+        ended: whether the process has ended.
+        how: how the process ended, if it ended without a report.
     """
 
     def __init__(self, start: Start, number: int) -> None:
@@ -247,7 +247,7 @@ class _Rank:
         return [self.sentinel, *messages, *self._output.sources]
 
     def receive(self) -> None:
-        """Read its messages, and show its output."""
+        """Read the messages of the rank, and show its output."""
         if self.ended:
             return
         self._output.show()
@@ -259,7 +259,7 @@ class _Rank:
                 self.finished = True
 
     def end(self) -> None:
-        """Handle the end of its process. If it did not report its end, kill it with its children."""
+        """Let the process end, and release its resources. If the rank did not report its end, kill it with its children first."""
         if not self.ended:
             if not self.finished:
                 with suppress(ProcessLookupError, PermissionError):
@@ -275,24 +275,24 @@ class _Rank:
                 self.failed_at = 0.0
             try:
                 self.process.close()
-            except ValueError:  # something else has waited for it; it is assumed to be alive
+            except ValueError:  # something else has collected its exit code, so it is assumed to be alive
                 cast(Any, self.process)._popen.close()
             self._output.close()
             os.close(self._messages)
             os.close(self.sentinel)
 
     def signal(self, number: int) -> None:
-        """Ask it to end. Ctrl-C also goes to its children, because a terminal's Ctrl-C does not reach them."""
+        """Ask the rank to end. Ctrl-C also goes to the rank's children, because a terminal's Ctrl-C does not reach them."""
         if not self.ended:
             self._terminated = True
             for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
-                with suppress(ProcessLookupError):  # it may not lead a process group yet
+                with suppress(ProcessLookupError):  # the process may not lead a process group yet
                     send(self._pid, number)
                     break
 
 
 def _ending_of(code: int | None) -> str:
-    """How its process has ended."""
+    """How a process with this exit ``code`` has ended."""
     if code is None:
         return (
             "ended, with an exit code that something else in this process collected, such as a SIGCHLD handler that waits for all children,"
@@ -307,7 +307,7 @@ def _started(start: Start, size: int) -> Iterator[list[_Rank]]:
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     try:
         if ignored:  # the system would then keep no exit codes
-            with suppress(ValueError):  # in another thread
+            with suppress(ValueError):  # only the main thread can set handlers
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with _starting():
             for number in range(size):
@@ -348,7 +348,7 @@ def _watch(ranks: Sequence[_Rank]) -> bool:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
-    """Read the first messages from ``ranks`` before ``deadline``, if any."""
+    """Wait until a rank has sent something or has ended, or until ``deadline``, and handle it."""
     sources = [source for rank in ranks for source in rank.sources]
     ready = wait(sources, None if deadline is None else max(0.0, deadline - time.monotonic()))
     ended = [rank for rank in ranks if rank.sentinel in ready]

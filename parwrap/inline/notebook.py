@@ -1,6 +1,6 @@
-"""The output of started ranks, shown where this process shows its own, such as in the cell of a notebook.
+"""Shows the output of started ranks where this process shows its output, such as in the cell of a notebook.
 
-If that is its own stdout and stderr, the ranks inherit these and write directly.
+If this process writes directly to its stdout and stderr, the ranks inherit both and write directly too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ChildOutput:
     """The output of one rank, until :meth:`close`.
 
     Attributes:
-        outputs: descriptors that the rank writes to, by the numbers of its stdout and stderr. Close them once the rank has them.
-        sources: descriptors to read its output from.
+        outputs: descriptors that the rank writes to, by the numbers of its stdout and stderr. :meth:`started` closes them here.
+        sources: descriptors from which this process reads the rank's output.
     """
 
     def __init__(self) -> None:
@@ -98,15 +98,15 @@ def logging_handlers() -> list[Any]:
 
 
 def _have_loggers_write(stream: TextIO, before: tuple[TextIO, ...]) -> None:
-    """Redirect handlers that write to a stream in ``before`` to ``stream``, because a rank's output to the former is not shown."""
+    """Redirect handlers that write to a stream in ``before`` to ``stream``, because a rank's output to old streams is not shown."""
     for handler in logging_handlers():
         if isinstance(handler, logging.StreamHandler) and any(handler.stream is each for each in before):
-            with suppress(AttributeError):  # of those that look it up each time
+            with suppress(AttributeError):  # of handlers that look up sys.stderr each time
                 handler.stream = stream  # setStream would flush the caller's buffer
 
 
 def _is_own(stream: Any, number: int) -> bool:
-    """Whether ``stream`` is the process's own, or ``None``."""
+    """Whether ``stream`` writes to the descriptor ``number`` of this process, or is ``None``."""
     if stream is None:
         return True
     with suppress(AttributeError, OSError, ValueError):

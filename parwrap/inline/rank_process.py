@@ -1,4 +1,4 @@
-"""One started rank: the code in its own process. ``launching.py`` starts and watches it.
+"""The code that runs in the process of a started rank. ``launching.py`` starts and watches this process.
 
 A forked rank has everything that the caller has, so nothing is sent to it. It computes with one thread, because OpenMP does not work after
 a fork in a process that has used several threads.
@@ -44,9 +44,9 @@ class Task:
 
     Attributes:
         function: the function to call.
-        objects: the caller's tensors, models, optimizers and schedulers that it reaches.
-        names: a function that returns what it reaches by name.
-        inherited: its open files and loaders, which forked ranks cannot all use.
+        objects: the caller's tensors, models, optimizers and schedulers that the function reaches.
+        names: a function that returns the values that ``function`` reaches, by name.
+        inherited: the caller's open files and loaders, which forked ranks cannot all use.
     """
 
     function: Callable[[], Any]
@@ -60,14 +60,14 @@ class Job:
     """What a rank needs to know.
 
     Attributes:
-        rank: its number.
-        task: returns what to run, once the environment variables are set.
+        rank: the number of the rank.
+        task: a function that returns the task, called after the environment variables are set.
         variables: environment variables to set first.
-        threads: the number of compute threads; ``None`` for the environment's.
+        threads: the number of compute threads; ``None`` for the number that environment variables set.
         outputs: descriptors that replace stdout and stderr, by their numbers.
         folder: the folder for :func:`failure_file` and :func:`end_file`.
         pipe: the descriptor for messages that these files have been written.
-        parent: the caller's process.
+        parent: the id of the caller's process.
     """
 
     rank: int
@@ -95,9 +95,9 @@ class End:
     """How rank 0 ended.
 
     Attributes:
-        value: its result.
+        value: the result of the function.
         state: the new state of the caller's objects.
-        changed: the names of what else has changed.
+        changed: the names of other values that the function has changed.
     """
 
     value: Any
@@ -115,7 +115,7 @@ class _Reports:
     def __init__(self, job: Job) -> None:
         self.job, self.failed = job, False
         self.callers = CallersObjects()
-        # rank 0 alone may open files once the scope is open
+        # opened now, because inside the scope only rank 0 may open files
         self._file = open(failure_file(job.folder, job.rank), "wb", buffering=0)  # noqa: SIM115
 
     def failure(self, error: BaseException) -> None:
@@ -133,13 +133,13 @@ class _Reports:
 
 
 _reports: _Reports | None = None
-"""In the process of a started rank, how it reports."""
+"""The reports of this process if it is a started rank, else ``None``."""
 
 
 def report_failure(error: BaseException) -> None:
     """In a started rank, report the exception to the caller before the scope closes.
 
-    When this rank leaves the process group, other ranks may fail, but their errors come later.
+    When this rank leaves the process group, other ranks may fail too. So this error is reported first, and the caller raises it.
     """
     if _reports is not None and not (isinstance(error, SystemExit) and not error.code):
         _reports.failure(error)
@@ -188,7 +188,7 @@ def _run(job: Job, reports: _Reports) -> End:
 
 
 def _pack(end: End, reports: _Reports) -> None:
-    """Write the end of rank 0 for the caller: at least the new state of its objects, if the result cannot be sent."""
+    """Write ``end`` for the caller. If the result cannot be sent, write at least the new state of the caller's objects."""
     for sent in (end, replace(end, value=None), replace(end, value=None, state={})):
         try:
             reports.callers.pack(sent, end_file(reports.job.folder))
@@ -205,7 +205,7 @@ def _pack(end: End, reports: _Reports) -> None:
 
 
 def _ignore_signals() -> None:
-    """Finish this rank, whatever other ranks do."""
+    """Ignore the signals that end a rank, so that this rank finishes even if another rank fails."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 

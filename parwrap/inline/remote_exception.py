@@ -1,4 +1,4 @@
-"""An exception of a rank, in parts that can be sent to the process that started it and raised there."""
+"""An exception of a rank, in parts that can be sent to the process that started the rank, and be raised there."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RemoteException(NamedTuple):
     """An exception as parts that can be pickled, whatever arguments its ``__init__`` takes.
 
     Attributes:
-        kind: its class, or the nearest base class that can be pickled.
-        args, attributes: its own, or their ``repr``.
-        members: attributes of built-in exceptions that are in neither, such as ``errno``.
+        kind: the class of the exception, or the nearest base class that can be pickled.
+        args, attributes: those of the exception, with the ``repr`` of values that cannot be pickled.
+        members: attributes of built-in exceptions that are in neither of these, such as ``errno``.
         grouped: the exceptions in an exception group.
         text: the formatted traceback.
     """
@@ -43,7 +43,7 @@ class RemoteException(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> RemoteException:
-        """``error`` in parts that can be pickled; its traceback begins at ``outermost``."""
+        """Take ``error`` apart into parts that can be pickled; the traceback begins at ``outermost``."""
         kind = next(each for each in type(error).__mro__ if can_pack(each))
         name = type(error).__qualname__
         args = tuple(each if can_pack(each) else repr(each) for each in error.args)
@@ -55,7 +55,7 @@ class RemoteException(NamedTuple):
         return cls(kind, name, args, attributes, members, grouped, text)
 
     def error(self, who: str) -> BaseException:
-        """The exception, raised by ``who``."""
+        """Rebuild the exception; its cause shows the traceback on the rank, which ``who`` names."""
         error = self._error()
         BaseException.__setattr__(error, "__cause__", RemoteTraceback(f"{who} failed:\n{self.text}"))  # bypasses a frozen class
         return error

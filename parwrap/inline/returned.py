@@ -1,6 +1,6 @@
 """What rank 0 sends back: the function's result, and the new state of the caller's tensors, models, optimizers and schedulers.
 
-The caller and rank 0 have the same objects in the same order. What is sent refers to them by their numbers, so that a model that was
+The caller and rank 0 have the same objects in the same order. Sent data refers to these objects by number, so a model that the caller
 passed in is the same object when it is returned.
 """
 
@@ -33,7 +33,7 @@ KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
 """The kinds of objects whose new state is sent back."""
 
 MOST = 1000
-"""Containers and tensors that hold more are data, and are not looked through for changes."""
+"""Containers and arrays with more items are not searched for changes; a tensor with more elements is sent only if it may have changed."""
 
 MOST_NAMED = 5
 CALLERS = "parwrap"
@@ -41,7 +41,7 @@ CALLERS = "parwrap"
 
 
 class CallersObjects:
-    """The tensors, models, optimizers and schedulers of the caller, with the parts of these, numbered alike in the caller and on rank 0.
+    """The caller's tensors, models, optimizers and schedulers, and their parts, with the same numbers in the caller and on rank 0.
 
     Args:
         found: the objects, in the same order on both sides.
@@ -61,12 +61,12 @@ class CallersObjects:
         self._trained = {self._numbers[id(each)] for each in parts}
 
     def pack(self, thing: Any, file: Path | BinaryIO) -> None:
-        """Write ``thing`` into a file, with references to the caller's objects in their place."""
+        """Write ``thing`` into a file, with numbers in place of the caller's objects."""
         numbers = self._numbers
 
         class Pickler(pickle.Pickler):
             def __init_subclass__(cls) -> None:
-                """The persistent id of a storage, as torch writes it."""
+                """Extend the ``persistent_id`` that torch defines for the storages of tensors."""
                 of_storage = cls.persistent_id
 
                 def persistent_id(self: Any, each: Any) -> Any:
@@ -79,12 +79,12 @@ class CallersObjects:
         torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def unpack(self, path: Path) -> Any:
-        """What :meth:`pack` wrote on the other side."""
+        """Read what :meth:`pack` wrote on the other side."""
         objects = self._objects
 
         class Unpickler(pickle.Unpickler):
             def __setattr__(self, name: str, value: Any) -> None:
-                """Torch's, for the storages of tensors."""
+                """Extend the ``persistent_load`` that torch sets for the storages of tensors."""
                 super().__setattr__(name, partial(_loaded, objects, value) if name == "persistent_load" else value)
 
         # a caller that has not started CUDA can still fork
@@ -93,7 +93,7 @@ class CallersObjects:
 
     def now(self) -> list[Any]:
         """A snapshot of the state of each tensor, to find out later which have changed."""
-        # they are kept, because otherwise other memory could get their address
+        # the tensors are kept, because otherwise another tensor could get their address
         return [(_state_of(each), each.detach()) if _is_tensor(each) else (None, None) for each in self._objects]
 
     def state(self, before: list[Any]) -> dict[str, list[Any]]:
@@ -131,7 +131,7 @@ def pickle_module(**classes: type) -> ModuleType:
 
 
 def _with_parts(thing: Any) -> list[Any]:
-    """An object with the objects of the caller that it consists of."""
+    """``thing`` and its parts: modules, parameters and buffers, or the optimizer of a scheduler."""
     if isinstance(thing, LRScheduler):
         return [thing, *_with_parts(thing.optimizer)]
     if isinstance(thing, nn.Module):
@@ -146,7 +146,7 @@ def _tensors_of(thing: nn.Module | Optimizer) -> list[torch.Tensor]:
 
 
 def _parts_of(module: nn.Module) -> dict[str, Any]:
-    """What ``module`` consists of, without the attributes that a user gives it."""
+    """What ``module`` consists of, without attributes that the user has added."""
     attributes = vars(module)
     return {name: attributes[name] for name in (*CONTENTS, "training") if name in attributes}
 
@@ -157,14 +157,14 @@ def _is_tensor(thing: Any) -> bool:
 
 
 def _state_of(tensor: torch.Tensor) -> Any:
-    """What differs once a tensor has been changed in place or moved; ``None`` if nothing shows that."""
+    """Values that differ once a tensor has been changed in place or moved; ``None`` if torch does not record changes of it."""
     if tensor.is_inference() or tensor.layout != torch.strided:
         return None
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _may_have_changed(tensor: torch.Tensor, before: Any) -> bool:
-    """Whether to send a tensor that no model and no optimizer holds. ``x.numpy()[0] = 1`` changes no version, so small ones are sent."""
+    """Whether to send a tensor that no model or optimizer holds. Small ones always are: ``x.numpy()[0] = 1`` changes no version."""
     return tensor.numel() <= MOST or before is None or _state_of(tensor) != before
 
 
@@ -188,7 +188,7 @@ def _set(tensor: torch.Tensor, values: torch.Tensor, asks: bool) -> None:
 
 
 def _updated(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes ``new``, but containers are the old ones with new content, because other objects may refer to these."""
+    """The attributes ``new``, in which the ``old`` containers get the new content, because other objects may refer to them."""
     return {name: _in_place(old.get(name), value) for name, value in new.items()}
 
 
@@ -233,7 +233,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 class _Itself:
-    """An object that equals no other. It is kept, so that no other object gets its id."""
+    """Wraps a value, and equals only a wrapper of the same object. The value is kept, so that no other object gets its id."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -260,7 +260,7 @@ def _is_of_script(kind: type) -> bool:
 
 
 def warn_of_changes(names: list[str]) -> None:
-    """Warn once of what the function has changed on rank 0, and this process still has as it was."""
+    """Warn of values that the function has changed on rank 0, but that are unchanged in this process."""
     if not names:
         return
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

@@ -32,9 +32,9 @@ __all__ = ["Interpreter", "become", "loaded", "pack"]
 
 
 class Interpreter:
-    """A new interpreter that runs ``job``. It has those methods of :class:`multiprocessing.Process` that are used.
+    """A new interpreter that runs ``job``, with the methods of :class:`multiprocessing.Process` that ``launching.py`` uses.
 
-    multiprocessing's own class would run the caller's script again.
+    The class of multiprocessing would run the caller's script again.
     """
 
     def __init__(self, job: Job, outputs: Mapping[int, int], threads: int) -> None:
@@ -128,7 +128,7 @@ def loaded(file: Path, backend: str | None) -> Task:
 
 
 class _NamesOf(dict):
-    """Replaces the global names of a module with those that it has in the rank."""
+    """Is packed in place of a module's global names; the rank unpacks it as the global names of its module with that name."""
 
     def __init__(self, module: str) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Shared batch normalization in compiled models: two operators that a graph calls, because a compiler cannot trace communication.
 
-``torch.compile`` reads ``traced`` instead of ``torch.nn.functional.batch_norm``. Whenever they run, its operators look up in the open
+``torch.compile`` traces ``traced`` instead of ``torch.nn.functional.batch_norm``. Whenever the operators run, they look up in the open
 scopes which ranks share the batch. So a graph contains nothing about a scope, and a graph that torch has cached on disk works in any run.
 """
 
@@ -24,13 +24,13 @@ from parwrap.norm.kernels import Running, Whole, accumulated, kernels_for
 __all__ = ["scopes", "traced"]
 
 BATCH_NORM = functional.batch_norm
-"""Torch's own function."""
+"""Torch's own ``batch_norm``, from before it is patched."""
 
 FORWARD = (
     "(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, float eps) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-"""Returns the output, the statistics of the whole batch in the kernels' form, the new running ones, and the facts for the backward."""
+"""Returns the output, the statistics of the whole batch in the kernels' form, the new running statistics, and facts for the backward."""
 
 BACKWARD = (
     "(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, Tensor facts, float eps, bool[] needed) -> "
@@ -85,7 +85,7 @@ class _Scopes:
         return found, number
 
     def used(self, number: int) -> Exchange:
-        """The exchange with this number.
+        """The exchange with this ``number``.
 
         A backward pass gets the number from its forward pass, because operators only take and return tensors and numbers.
         """
@@ -194,7 +194,7 @@ def _backward(
 def _fake_backward(
     grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors like the results of ``_backward``; the last of ``others`` says which are needed."""
+    """Tensors like the results of ``_backward``; the last of ``others`` says which gradients are needed."""
     of = zip((input, weight, bias), others[-1], strict=True)
     return tuple(torch.empty_like(each) if need and each is not None else input.new_empty(0) for each, need in of)
 

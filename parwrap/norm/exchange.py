@@ -1,7 +1,7 @@
 """How ranks that share the batch of a layer exchange its statistics: one collective in each forward, and one in each backward.
 
-They never travel on the process group that averages gradients, so they never pair with a bucket. Each carries its number and that of its
-layer. In lockstep all ranks count alike, so ranks that have come apart raise instead of mixing the numbers of two layers.
+These messages never use the process group that averages gradients, so they never pair with a bucket. Each message has a header: its number
+and the number of its layer. In lockstep all ranks send equal headers; if headers differ, ranks raise instead of mixing two layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Exchange(Protocol):
     """How the ranks that share a batch combine the numbers of one layer."""
 
     def gathered(self, numbers: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The vectors of all ranks, one a row, and the sum of their last entries: how many values a channel of the whole batch has."""
+        """The vectors of all ranks as rows, and the sum of their last entries: the number of values per channel in the whole batch."""
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum of the vectors of all ranks."""
@@ -58,11 +58,11 @@ class Statistics:
 
     Args:
         process_group: torch's group of these ranks.
-        control_message: the context of a message, which checks lockstep on the node before anything is sent.
-        folder: if all ranks are on one node and none on a GPU, the folder that they share: short vectors then travel through memory.
+        control_message: makes the context manager around a message, which checks lockstep on the node before anything is sent.
+        folder: a folder that all ranks share, if they are on one node and on the CPU: short vectors then travel through shared memory.
 
     Attributes:
-        nameless: the exchange of what is no layer, or of a layer without weights and running statistics.
+        nameless: the exchange for layers without weights and running statistics, and for sums outside of layers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Statistics:
         return [self._messages % LIMIT, layer % LIMIT]
 
     def sum(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
-        """The sum of the vectors of all ranks, in a message of that ``kind``."""
+        """The sum of the vectors of all ranks, exchanged in a message of this ``kind``."""
         with self.control_message(kind) as check:
             if memory := self._memory(numbers):
                 return memory.gather(numbers, check).sum(0)
@@ -104,7 +104,7 @@ class Statistics:
             return numbers
 
     def gather(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
-        """The vectors of all ranks, one a row, in a message of that ``kind``."""
+        """The vectors of all ranks as rows, exchanged in a message of this ``kind``."""
         with self.control_message(kind) as check:
             if memory := self._memory(numbers):
                 return memory.gather(numbers, check)
@@ -113,7 +113,7 @@ class Statistics:
             return rows
 
     def _memory(self, numbers: torch.Tensor) -> SharedVectors | None:
-        """The memory that ``numbers`` travel through, if they do. It is opened in the first message, by a number that rank 0 draws."""
+        """The shared memory through which ``numbers`` travel, or ``None``. The first message opens it, in a file that rank 0 names."""
         if self._folder is None or len(numbers) > CAPACITY:
             return None
         if self._vectors is None:
@@ -122,7 +122,7 @@ class Statistics:
             path = self._folder / f"norms-{number}"
             with passing():
                 self._vectors = SharedVectors(path, self.size, rank)
-                dist.all_reduce(number, group=self.process_group)  # all have opened it
+                dist.all_reduce(number, group=self.process_group)  # wait until all ranks have opened it
                 if rank == 0:
                     path.unlink()
         return self._vectors
@@ -131,7 +131,7 @@ class Statistics:
         """Raise if the headers of all ranks do not add up to this rank's ``header``, times the number of ranks.
 
         Raises:
-            LockstepError: they do not.
+            LockstepError: the headers differ.
         """
         if totals.tolist() != [number * self.size for number in header]:
             raise LockstepError(
@@ -140,11 +140,11 @@ class Statistics:
             )
 
     def check_later(self, totals: torch.Tensor, header: list[int]) -> None:
-        """Check in the next forward, which waits for the device anyway."""
+        """Let the next forward do :meth:`check`, because it waits for the device anyway."""
         self._unchecked.append((totals, header))
 
     def check_now(self) -> None:
-        """Check what :meth:`check_later` was called with."""
+        """Do the checks that :meth:`check_later` has put off."""
         while self._unchecked:
             self.check(*self._unchecked.pop(0))
 
@@ -153,11 +153,11 @@ class _Layer:
     """The exchange of one layer.
 
     Args:
-        statistics: that of all layers.
+        statistics: the exchange of all layers.
         number: the number of the layer.
 
     Attributes:
-        silent: that of a batch of which this rank has no part.
+        silent: the exchange of this layer for a batch of which this rank has no part.
     """
 
     def __init__(self, statistics: Statistics, number: int) -> None:
@@ -182,7 +182,7 @@ class _Layer:
         return total[:-2].to(numbers)
 
     def _headed(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """``numbers`` where they can be sent, with the header at their end, and the header."""
+        """Return ``numbers`` on a device from which they can be sent, with the header at their end; and the header."""
         header = self._statistics.header(self._number)
         home = CPU if not self._statistics.on_gpu else numbers.device if numbers.is_cuda else torch.device("cuda")
         numbers = numbers.detach().to(home)
@@ -190,7 +190,7 @@ class _Layer:
 
 
 class Silent:
-    """The exchange of a rank whose batch does not count: it has no part of this batch and repeats a sample with weight 0."""
+    """The exchange of a rank that has no part of the batch: its forward repeats a sample, whose numbers it sends as zeros."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -204,7 +204,7 @@ class Silent:
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
-"""The process groups made here, by the group of all ranks, with which they end."""
+"""The process groups that this file has made, by the group of all ranks. They are dropped together with that group."""
 
 
 def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics:
@@ -212,22 +212,22 @@ def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics
 
     Args:
         ranks: the numbers of the ranks.
-        process_group: their group, if the script has made one.
+        process_group: the group of these ranks, if the script has made one.
     """
     group = current()
     of_all = group is not None and len(ranks) == group.world.size
-    if group is None or (process_group is not None and not of_all):  # ranks outside of it send nothing, so positions would differ
+    if group is None or (process_group is not None and not of_all):  # ranks outside of the group send nothing, so positions would differ
         return Statistics(process_group or _group_of(ranks))
     on_cpu = group.backend != "nccl"
     own = process_group or (group.control if of_all and on_cpu else None)
     together = own or _group_of(ranks, timeout=group.timeout, backend=group.backend)
     by_memory = group.world.on_one_node and on_cpu and keeps_order_of_writes()
-    # the control message is of the scope that is open when it is sent
+    # a lambda, because the control message belongs to the scope that is open when it is sent
     return Statistics(together, lambda kind: group.control_message(kind), group.folder if by_memory else None)
 
 
 def _group_of(ranks: Sequence[int], **options: Any) -> Any:
-    """A process group of ``ranks``, which is made once, without the other ranks."""
+    """A process group of ``ranks``, made at the first call by these ranks alone."""
     made = _groups.setdefault(dist.group.WORLD, {})
     if ranks not in made:
         made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, **options)

@@ -1,11 +1,11 @@
 """Batch normalization of a batch that is split over ranks: the computation, and the data to exchange.
 
-In the forward pass, each rank sends the mean, variance and size of its part, and all ranks normalize with those of the whole batch: one
-collective. In the backward pass, the ranks sum two numbers per channel: another collective. The ``exchange`` sends them; ``kernels.py`` has
-torch's kernels for the local computation.
+In the forward pass, each rank sends the mean, variance and size of its part, and all ranks normalize with the mean and variance of the
+whole batch: one collective. In the backward pass, the ranks sum two numbers per channel: another collective. The ``exchange`` sends these
+numbers; ``kernels.py`` has torch's kernels for the local computation.
 
-The gradients are those of the sum of all ranks' losses. A rank's ``weight.grad`` contains the gradient through its own part, as in torch's
-``SyncBatchNorm``. DDP averages it over the ranks, which gives the gradient of the mean of the ranks' losses.
+The gradients are those of the sum of all ranks' losses. A rank's ``weight.grad`` contains only the gradient through its part of the batch,
+as in torch's ``SyncBatchNorm``. DDP then averages the gradients, which gives the gradient of the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def normalize(
 
 
 def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
-    """Those gradients of a rank's normalization that are ``needed``."""
+    """The gradients of this rank's normalization for the input, weight and bias; ``None`` for those that are not ``needed``."""
     input, weight, bias = of
     kernels = kernels_for(input)
     x, grad = kernels.prepared(input), kernels.prepared(grad)
@@ -117,7 +117,7 @@ class _Sum(torch.autograd.Function):
 
 
 def differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
-    """Gradients for a backward pass with ``create_graph=True``: computed from the formula, so that they can be differentiated again."""
+    """Like :func:`gradients`, for ``create_graph=True``: computed from the formula, so that they can be differentiated again."""
     input, weight, bias = of
     over = [0, *range(2, input.dim())]
     shape = [1, -1, *[1] * (input.dim() - 2)]

@@ -1,7 +1,7 @@
 """The local part of a batch normalization: torch's own kernels, on the CPU and on a GPU.
 
-The CPU has no kernels for a batch that is spread over ranks, so its kernels for eval mode, which use given statistics, are combined. The
-GPU's are those of ``torch.nn.SyncBatchNorm``. ``forward_backward.py`` sends numbers in between.
+Torch has no CPU kernels for a batch that is spread over ranks, so this file combines its CPU kernels for eval mode, which use given
+statistics. The GPU kernels are those of ``torch.nn.SyncBatchNorm``. ``forward_backward.py`` exchanges numbers between the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Whole(NamedTuple):
     """The whole batch.
 
     Attributes:
-        merged: its statistics, in the kernels' form.
+        merged: the statistics of the batch, in the kernels' form.
         total: the number of values of each channel.
         eps: the constant added to a variance.
     """
@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
     """The result of a rank's part of a backward.
 
     Attributes:
-        sums: two numbers for each channel, for the ranks to sum.
+        sums: two numbers for each channel, which are then summed over the ranks.
         weight: the gradient of the weight.
         bias: the gradient of the bias.
         partial: the gradient of the input as if the statistics were constants, if computed.
@@ -58,30 +58,30 @@ class Kernels(Protocol):
         """``tensor`` in a dtype and a layout for the other steps."""
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """Two numbers per channel, and the number of values per channel in ``x``."""
+        """A vector with two numbers per channel, and at the end the number of values per channel in ``x``."""
 
     def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
         """Compute the statistics of the whole batch from those of the ranks, and update the running statistics."""
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
-        """The statistics that :meth:`merged` returns, given its first two."""
+        """The statistics that :meth:`merged` returned, from the first two of them."""
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         """The output for ``x``, which is not empty."""
 
     def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
-        """The first half of the backward."""
+        """The first half of the backward: this rank's sums, and the gradients of the weight and the bias."""
 
     def grad_input(
         self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
     ) -> torch.Tensor:
-        """The second half, for an ``x`` that is not empty, with the sums over all ranks."""
+        """The second half of the backward, given the sums over all ranks: the gradient of ``x``, which is not empty."""
 
 
 class _OnCPU:
     """Torch's CPU kernels. ``Whole.merged`` is the mean and the biased variance.
 
-    Vectors have a number for each channel, so that every operation takes about the same time, and the code uses as few as possible.
+    Vectors have one number per channel. Such short operations all take about the same time, so the code uses few of them.
     """
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class _OnCPU:
         scale = (var + whole.eps).rsqrt_().div_(whole.total)
         scale = scale if weight is None else scale.mul_(weight)
         through_mean, through_var = sums.view(2, -1) * scale
-        # the batch's statistics subtract a normalization of x too
+        # the gradient through the batch's statistics is a normalization of x too
         return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, whole.eps)[0])
 
 

@@ -1,7 +1,7 @@
 """Batch normalization of a batch that is split over the replicas of ``data_parallel``.
 
-The mean and variance of each part go to the first replica's device, and the mean and variance of the whole batch come back. All of it is in
-one autograd graph, so replicas do not wait for each other in a backward. On a CPU they could not: one thread runs the backward of all.
+The mean and variance of each part go to the first replica's device, and the mean and variance of the whole batch come back. All of this is
+in one autograd graph, so replicas do not wait for each other in a backward. On a CPU they could not wait: one thread runs their backwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _follow(running: torch.Tensor, value: torch.Tensor, momentum: float) -> None
 
 
 def _name(call: Norm, replica: Replica) -> str:
-    """The name of the layer, by which replicas check that they are in the same one."""
+    """The name of the layer, by which replicas check that they are all in the same layer."""
     layer = call.weight if call.running_mean is None else call.running_mean
     for path, module in replica.module.named_modules() if replica.module is not None and layer is not None else ():
         if layer is registered_buffers(module).get("running_mean") or layer is registered_parameters(module).get("weight"):

@@ -1,6 +1,6 @@
 """The interceptor of batch normalization: which calls are shared, and by which ranks.
 
-It shares calls that use the statistics of their batch: in training, and in layers without running statistics. ``exchange.py`` sends the
+A call is shared if it uses the statistics of its batch: in training, and in layers without running statistics. ``exchange.py`` sends the
 ranks' numbers, ``forward_backward.py`` computes with them. ``replica_norm.py`` is for the replicas of ``data_parallel``.
 """
 
@@ -33,11 +33,11 @@ __all__ = ["SyncBN"]
 
 
 class SyncBN(Interceptor):
-    """Shares the statistics of batch normalizations that use those of their batch.
+    """Gives batch normalizations the statistics of the whole batch of several ranks, instead of this rank's part.
 
     Args:
-        process_group: the group whose ranks share a batch; by default all.
-        group_size: the number of consecutive ranks that share a batch instead.
+        process_group: the group whose ranks share a batch; by default all ranks.
+        group_size: the number of consecutive ranks that share a batch, instead of a group.
         passes: a function that returns the open passes; ``None`` outside of ``distributed``.
     """
 
@@ -52,7 +52,7 @@ class SyncBN(Interceptor):
     traced_norm = staticmethod(traced)
 
     def norm(self, call: Norm) -> torch.Tensor:
-        """Run the normalization ``call``. If it uses batch statistics, use those of all ranks or replicas together."""
+        """Run the normalization ``call``. If it uses batch statistics, they are those of all ranks or replicas together."""
         if not call.training or call.eps <= 0:
             return call.run()
         if (replica := current_replica()) is not None:
@@ -62,7 +62,7 @@ class SyncBN(Interceptor):
                 "a batch norm inside a checkpoint is recomputed in the backward, where the replicas of parwrap.data_parallel cannot wait "
                 "for each other. Remove parwrap.sync_bn, or do not checkpoint that part."
             )
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # another tracer than the one that reads traced_norm
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # a tracer that does not use traced_norm
             return traced(*call[1:])
         if self._has_whole():
             return call.run()
@@ -75,7 +75,7 @@ class SyncBN(Interceptor):
         return BatchNorm.apply(self._layer(self._statistics, call), call.input, call.weight, call.bias, running, call.eps)
 
     def distributes_itself(self, what: str) -> None:
-        """The script starts a process group: compiled layers share their statistics in it too."""
+        """Make compiled layers share their statistics, because the script starts a process group."""
         scopes.share()
 
     def exchange(self, call: Norm) -> Exchange | None:
@@ -103,12 +103,12 @@ class SyncBN(Interceptor):
         return innermost is not None and not (innermost.trains and innermost.shared)
 
     def _layer(self, statistics: Statistics, call: Norm) -> Exchange:
-        """The exchange of the layer of ``call``; a batch of which this rank has no part does not count."""
+        """The exchange of the layer of ``call``; the silent one if this rank has no part of the batch."""
         passes, layer = self._passes(), statistics.layer(call)
         return layer.silent if passes is not None and passes.is_stand_in(len(call.input)) else layer
 
     def _look_for_ranks(self) -> None:
-        """Find the ranks to share with: those of parwrap's process group, or of the script's own."""
+        """Find the ranks to share with, in the process group that parwrap or the script has started."""
         together = dist.group.WORLD if dist.is_initialized() and not groups.is_outside() else None
         if together is self._opened_for:
             return
@@ -119,7 +119,7 @@ class SyncBN(Interceptor):
                 self._statistics = statistics_of(ranks, self._process_group)
 
     def _ranks(self, size: int) -> tuple[int, ...]:
-        """The ranks that this one shares with."""
+        """The ranks that share a batch with this rank, which is among them."""
         if self._process_group is not None:
             if self._process_group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise UsageError(

@@ -1,7 +1,7 @@
 """Autocast around the user's code, off during a backward or an optimizer's step, and while a loader draws.
 
-Torch's cache of cast weights is off, because it is only cleared when the outermost autocast ends. A whole training loop runs inside this
-one, so it would use the weights of the first step throughout.
+Torch's cache of cast weights is off, because it is only cleared when the outermost autocast ends. A whole training loop runs inside
+parwrap's autocast, so with the cache every step would compute with the weights of the first step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Autocasting(Interceptor):
             yield
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Read batches without autocast, in worker processes too: autocast by hand is around the forward pass only."""
+        """Read batches without autocast, in worker processes too, as in a script whose own autocast is around the forward pass only."""
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
     @contextmanager
     def off_for_data(self) -> Iterator[None]:
-        """No autocast inside the block, where data is drawn. A script's own autocast is unchanged."""
+        """Turn parwrap's autocast off inside the block, where data is drawn. An autocast of the script stays as it is."""
         if self._user_managed:
             yield
             return
@@ -64,7 +64,7 @@ class Autocasting(Interceptor):
             call.run()
 
     def step(self, optimizer: Optimizer) -> None:
-        """No autocast from here to the end of the step, which may contain the step of a base class or of another optimizer."""
+        """Turn autocast off until the end of the step, which may contain the step of a base class or of another optimizer."""
         if not self._steps:
             self._before = torch.is_autocast_enabled(self._device)
             torch.set_autocast_enabled(self._device, False)
@@ -77,7 +77,7 @@ class Autocasting(Interceptor):
             self._steps -= 1
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Autocast in a closure, because it contains a forward pass."""
+        """Return ``closure`` with autocast turned on again inside it, because it contains a forward pass."""
 
         def with_autocast() -> Any:
             steps = self._steps
@@ -90,7 +90,7 @@ class Autocasting(Interceptor):
         return with_autocast
 
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """Turn this autocast off for good when the script enters its own."""
+        """Turn parwrap's autocast off for good when the script enters an enabled autocast."""
         if instance.device != self._device or self._user_managed:
             return
         if autocast_enabled(instance):
@@ -123,7 +123,7 @@ class Autocasting(Interceptor):
 
 
 class _Drawn:
-    """Iterates over a loader without autocast while batches are drawn."""
+    """An iterator over a loader that draws each batch without autocast."""
 
     def __init__(self, batches: Iterator, casting: Autocasting) -> None:
         self._batches, self._casting = batches, casting

@@ -1,4 +1,4 @@
-"""What a requested dtype, or one of Apex's levels, means on a device, and errors for a device that does not support it."""
+"""What a requested dtype, or one of Apex's levels, means on a device, and errors for operations that the device lacks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ NUMPY = "Got unsupported ScalarType BFloat16"
 
 @contextmanager
 def missing_named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Raise :class:`UsageError` for an operation that ``device``, or NumPy, lacks in ``dtype``."""
+    """Inside the block, turn an error for an operation that ``device``, or NumPy, lacks in ``dtype`` into a :class:`UsageError`."""
     try:
         yield
     except TypeError as error:

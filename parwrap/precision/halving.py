@@ -31,10 +31,10 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class _Halving(Interceptor):
-    """Casts models in training.
+    """Casts the inputs and outputs of models; a subclass says how the weights are cast.
 
     Args:
-        optimizers: the optimizers that were built before.
+        optimizers: the optimizers that exist already.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -45,7 +45,7 @@ class _Halving(Interceptor):
         self._optimizers.add(optimizer)
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        """Run the call of ``module``, in float16 if it is a model in training."""
+        """Run the call of ``module``, in float16 if ``module`` is a model."""
         if self._inside or isinstance(module, WRAPPERS) or not self._is_model(module):
             return original(*args, **kwargs)
         self._inside = True
@@ -106,7 +106,7 @@ class HalfForGood(_Halving):
             module.to(HALF)
             for optimizer in self._optimizers:
                 if optimizer.state:
-                    optimizer.load_state_dict(optimizer.state_dict())  # this casts it to the dtype of the parameters
+                    optimizer.load_state_dict(optimizer.state_dict())  # casts the state to the dtype of the parameters
         return run(*args, **kwargs)
 
 

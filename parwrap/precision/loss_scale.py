@@ -1,7 +1,7 @@
 """The loss scale of fp16: when it grows and shrinks, how many steps were skipped, and when an iteration of a loop is over.
 
 The rule is that of torch's ``GradScaler`` (Micikevicius et al., 2018, section 3.2): halve the scale after an iteration with a gradient that
-is not finite, and double it after 2,000 iterations without one. It is a number on the host, so that reading it never waits for a GPU.
+is not finite, and double it after 2,000 iterations without one. The scale is a number on the host, so reading it never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AmpState:
         scales: whether losses are scaled; if not, the scale is 1, and loading has no effect.
         init_scale: the first scale.
         growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
-        backoff_factor: its factor after an iteration with a skipped step.
+        backoff_factor: the factor of the scale after an iteration with a skipped step.
         growth_interval: the number of iterations before the scale grows.
 
     Attributes:
@@ -58,7 +58,7 @@ class AmpState:
         self.reset()
 
     def reset(self) -> None:
-        """Begin another training."""
+        """Reset the scale and all counts, because another training begins."""
         self.scale = float(self._init_scale) if self.scales else 1.0
         self.skipped_steps, self.restored = 0, False
         self._growth_tracker = self._skipped_in_a_row = 0
@@ -85,7 +85,7 @@ class AmpState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The argument of :meth:`load_state_dict`, for a checkpoint; its keys are those of a ``GradScaler``."""
+        """The state for a checkpoint and :meth:`load_state_dict`, with the keys of a ``GradScaler``; empty without scaling."""
         if not self.scales:
             return {}
         return {
@@ -110,14 +110,14 @@ class AmpState:
 
 
 def _rounded(scale: float) -> float:
-    """``scale`` in float32, as torch has it."""
+    """``scale`` rounded to float32, in which torch's ``GradScaler`` keeps it."""
     return torch.tensor(scale, dtype=torch.float32, device="cpu").item()
 
 
 class Iterations:
     """Calls ``over(found)`` at the end of each iteration of the user's loop, which it infers from optimizer steps.
 
-    A hand-written loop calls ``GradScaler.update`` once an iteration. Here no call marks the end, so an iteration ends when every optimizer
+    A hand-written loop calls ``GradScaler.update`` in each iteration. Here no call marks the end, so an iteration ends when every optimizer
     has stepped. Some optimizers step less often than others: a generator steps less often than its critic. As soon as one optimizer steps
     twice, the iteration ends; from then on, it ends when the optimizers that stepped in it have all stepped again.
 

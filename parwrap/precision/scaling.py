@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16, without edits to ``backward``, ``step`` or clipping.
 
-The interceptor multiplies losses by the scale, unscales the gradients before anybody sees them, and skips the steps of optimizers with
-gradients that are not finite. Because ranks average gradients, one that is not finite on one rank is not finite on any, and all ranks skip.
+The interceptor multiplies losses by the scale, unscales the gradients before the script sees them, and skips the steps of optimizers with
+gradients that are not finite. Ranks average gradients: if one rank's gradient is not finite, the average is not, and all ranks skip.
 ``unscaling.py`` unscales gradients, and ``loss_scale.py`` decides when the scale changes.
 """
 
@@ -77,7 +77,7 @@ class Scaling(Interceptor):
                 self._unscaling.leaves.clear()
 
     def clip(self, clip: Clip) -> Any:
-        """Check before gradients are clipped, because clipping may make them finite."""
+        """Check whether gradients are finite before they are clipped, because clipping may make them finite."""
         if not self._user_managed:
             clipped = {id(p) for p in clip.parameters}
             for optimizer in self._optimizers:
@@ -94,7 +94,7 @@ class Scaling(Interceptor):
         return found
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that removes its gradients if they are not finite; optimizers skip parameters without a gradient."""
+        """Return ``closure`` with all gradients removed if one is not finite, because optimizers skip parameters without a gradient."""
 
         def with_finite_gradients() -> Any:
             loss = closure()
@@ -120,7 +120,7 @@ class Scaling(Interceptor):
             )
 
     def _stepped(self, optimizer: Optimizer, found: bool) -> None:
-        self._note(optimizer)  # it may have been built where the function could not reach it
+        self._note(optimizer)  # the optimizer may have been built where the function could not reach it
         self._state.skipped_steps += found
         self._iterations.stepped(optimizer, found)
 
@@ -129,7 +129,7 @@ class Scaling(Interceptor):
         return {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
 
     def _after_backward(self) -> None:
-        """Set gradients to 0 that are not finite and that no optimizer owns: there is no step to skip."""
+        """Set the non-finite gradients of tensors that no optimizer owns to 0, because there is no step to skip."""
         owned = self._owned()
         unowned = [leaf for key, leaf in self._unscaling.leaves.items() if key not in owned]
         found = _any(flags_of(unowned))
@@ -147,7 +147,7 @@ class Scaling(Interceptor):
 
 @torch.no_grad()
 def flags_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A flag a device, which is above 0 if a gradient of ``parameters`` there is not finite; it does not wait for a GPU.
+    """One flag for each device: above 0 if a gradient of ``parameters`` on this device is not finite. Does not wait for a GPU.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([1.0, torch.inf])

@@ -1,6 +1,6 @@
 """Unscales the gradients of a scaled loss: divides the gradients of one backward pass by the scale before they reach ``.grad``.
 
-A hook on each leaf tensor does it, before the gradient is added to an existing ``.grad`` and before ranks average. So the result is right
+A hook on each leaf tensor divides, before the gradient is added to an existing ``.grad`` and before ranks average. So the result is right
 for gradients of earlier backward passes, sparse gradients, gradients of inputs, and backward passes with ``create_graph=True``.
 """
 
@@ -37,7 +37,7 @@ class Unscaling:
     def retain_grad(self, tensor: torch.Tensor) -> None:
         """Note that ``tensor``, which is not a leaf, retains its gradient.
 
-        The hook that retains it runs after all others, so the gradient is divided afterwards.
+        Torch's hook that retains the gradient runs after all other hooks, so the gradient is divided after the backward.
         """
         self._retaining = [known for known in self._retaining if known() is not None] + [weakref.ref(tensor)]
 
@@ -61,8 +61,8 @@ class Unscaling:
     def nested(self, call: Backward, owned: Collection[int]) -> None:
         """Divide the gradients that ``call`` leaves in parameters.
 
-        It runs inside another backward pass, for example that of a re-entrant checkpoint. Other leaf tensors that it reaches stand for the
-        inputs of the checkpoint. Their gradients continue into the outer backward, so they stay scaled.
+        ``call`` runs inside another backward pass, as in a re-entrant checkpoint. Other leaf tensors that ``call`` reaches stand for the
+        inputs of the checkpoint. Their gradients continue into the outer backward, so these stay scaled.
         """
         self._watch(leaf for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
 

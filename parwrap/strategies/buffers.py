@@ -1,7 +1,7 @@
 """Keeps the buffers of modules as DDP does: rank 0's are everybody's (contract, small print on backwards).
 
-Modules that the script puts in eval mode get rank 0's buffers when the next pass that reads everything begins. Buffers that training
-changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, when the graph has been used.
+Modules that the script puts in eval mode get rank 0's buffers when the next pass that does not train begins. Buffers that training
+changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, which may need the old values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from parwrap.torch_private.tensors import version_of
 __all__ = ["Buffers"]
 
 STEPS = 2
-"""After so many backwards of a new set of parameters it is known which buffers training changes."""
+"""The number of backwards of a new set of parameters that show which buffers training changes."""
 
 
 class _Buffer(NamedTuple):
-    """A buffer of a module, by its name: the script may put another tensor there."""
+    """A buffer, identified by its module and its name, because the script may replace the tensor."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -62,11 +62,11 @@ class Buffers:
         self._hook = register_module_buffer_registration_hook(lambda module, name, buffer: self._modules.setdefault(module))
 
     def put_in_eval(self, module: nn.Module) -> None:
-        """The script has put ``module`` in eval mode."""
+        """Note that the script has put ``module`` in eval mode."""
         self._evaluated = [each for each in self._evaluated if each() not in (None, module)] + [weakref.ref(module)]
 
     def watch(self) -> None:
-        """A new set of parameters: find out which buffers change while it trains."""
+        """Begin to find out which buffers training changes; called for each new set of parameters."""
         self._backwards_left = STEPS
         self._moving = [buffer for buffer in self._moving if buffer.tensor() is not None]
         buffers = [buffer for module in list(self._modules) if not isinstance(module, NormBase) for buffer in _buffers([module])]
@@ -87,7 +87,7 @@ class Buffers:
             self._send(self._moving, "sending the buffers that training changes")
 
     def begins_whole(self) -> None:
-        """Send the buffers of the modules that were put in eval mode: a pass that reads everything begins after a step."""
+        """Send the buffers of the modules that were put in eval mode; called when a pass that does not train begins after a step."""
         modules = [module for each in self._evaluated if (module := each()) is not None]
         self._evaluated = []
         buffers = [buffer for module in modules for buffer in _buffers(module.modules()) if buffer.tensor() is not None]
@@ -98,7 +98,7 @@ class Buffers:
 
     @torch.no_grad()
     def _send(self, buffers: Iterable[_Buffer], kind: str) -> None:
-        """Write rank 0's values into ``buffers``, in one broadcast a dtype and device."""
+        """Write rank 0's values into ``buffers``, in one broadcast for each dtype and device."""
         tensors = [tensor for buffer in buffers if (tensor := buffer.tensor()) is not None]
         for alike in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
             same = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == alike]
@@ -110,7 +110,7 @@ class Buffers:
                     _write(tensor.data, sent.view(tensor.shape))
 
     def close(self) -> None:
-        """Note no more modules."""
+        """Remove the hook that notes new modules."""
         self._hook.remove()
 
 

@@ -1,7 +1,7 @@
-"""Gradients in fewer bytes: every rank sends every rank its buckets by torch's communication hooks, in half precision or as thin matrices.
+"""Compresses gradients for the all-reduce with torch's communication hooks: to half precision, or to low-rank matrices (PowerSGD).
 
-The signal, the numbers that ranks tell each other, must arrive exactly. It is taken out of its bucket and averaged by itself, in full
-precision: one more small message in each backward.
+The signal, the numbers that ranks tell each other, must arrive exactly. It is taken out of its bucket and averaged separately in full
+precision, which costs one more small message in each backward.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from parwrap.strategies.ddp_averager import Hook, average_sparse
 __all__ = ["compressing"]
 
 START = 2
-"""Backwards of a set of parameters before PowerSGD begins, because DDP rebuilds its buckets after the first."""
+"""The number of backwards of a set of parameters before PowerSGD begins: DDP rebuilds its buckets after the first backward."""
 
 EPSILON = 1e-8
-"""Added to the norm of a column, which is 0 if no rank has a gradient."""
+"""PowerSGD adds this to the norm of a column before it divides by the norm, which is 0 if no rank has a gradient."""
 
 SPARK = 1e-6
-"""A factor of PowerSGD is kept at least this part of the largest number away from 0, which it could never leave."""
+"""Zeros in a factor of PowerSGD would stay 0 forever. Random numbers of about this size, relative to the largest entry, replace them."""
 
 
 def compressing(options: Options) -> Callable[[torch.Tensor], Hook] | None:
-    """A function that makes the hook of one reducer, given its signal; ``None`` without compression.
+    """Return a function that makes the communication hook of a reducer from its signal; ``None`` without compression.
 
     >>> compressing(Options()) is None
     True
@@ -44,12 +44,12 @@ def compressing(options: Options) -> Callable[[torch.Tensor], Hook] | None:
 
 
 class _Compressed:
-    """Sends the buckets of one reducer.
+    """Compresses and sends the buckets of one reducer.
 
     Args:
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``.
         signal: the parameter whose gradient is averaged in full precision.
-        rank: the rank of the matrices that PowerSGD sends.
+        rank: the number of columns of the matrices that PowerSGD sends.
     """
 
     def __init__(self, compress: Any, signal: torch.Tensor, rank: int) -> None:
@@ -81,16 +81,16 @@ class _Compressed:
     def _started(self, bucket: dist.GradBucket) -> Future:
         sent = self._hook(bucket)
         if self._in_order:
-            # it continues sending from another thread, and ranks must not differ in the order of this bucket and the next
+            # PowerSGD goes on sending from another thread, and the order of this bucket and the next must be the same on all ranks
             sent.wait()
         return sent
 
 
 class _PowerSGD:
-    """Sends low-rank matrices for each gradient, and adds the error to the next gradient (Vogels et al., 2019,
-    https://arxiv.org/abs/1905.13727).
+    """Sends low-rank matrices for each gradient, and adds the approximation error to the next gradient.
 
-    Errors are kept in the order of the buckets, so each reducer has separate ones.
+    See Vogels et al., 2019, https://arxiv.org/abs/1905.13727. Torch keeps the errors by the index of the bucket, so each reducer needs
+    its own instance.
     """
 
     def __init__(self, rank: int) -> None:

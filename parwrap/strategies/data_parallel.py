@@ -1,7 +1,7 @@
 """One process, several devices: the call of a model is cut along dimension 0, runs on a replica on each device, and is merged.
 
-This is what ``torch.nn.DataParallel`` does, without a wrapper. ``replicas.py`` makes and runs replicas, ``pieces.py`` has outputs that stay
-on their devices. A call that cannot be cut runs on the first device as it is, with a warning.
+This is what ``torch.nn.DataParallel`` does, without a wrapper. ``replicas.py`` makes and runs replicas, ``pieces.py`` represents outputs
+that stay on their devices. A call that cannot be cut runs whole on the first device, with a warning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DataParallel(Interceptor):
     Args:
         devices: the devices of the replicas; the model is on the first. With a single device, calls run unchanged.
         gather: whether outputs are gathered on the first device.
-        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; ``None`` if it returns none.
+        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; ``None`` if it returns no number.
         named: whether the user named the devices.
     """
 
@@ -115,19 +115,19 @@ class DataParallel(Interceptor):
 
 @functools.cache
 def _say_division(model: str, devices: Sequence[torch.device]) -> None:
-    """Say how a model is divided; once, however often a function opens the scope."""
+    """Print that the batches of a model are divided, once for each model class and list of devices."""
     print(f"parwrap: 1 process on {', '.join(map(str, devices))}: each batch of {model} is divided", file=sys.stderr)
 
 
 def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> UsageError:
-    """The error for several devices that were named where each rank has one."""
+    """The error for a script that names several devices while several ranks run, each with one device."""
     return UsageError(
         f"parwrap.data_parallel({[str(device) for device in devices]}) is for one process, but there are {ranks} ranks, each with one "
         "device. Remove the devices (without them, parwrap.data_parallel has no effect on several ranks), or run one rank."
     )
 
 
-# what is divided
+# which calls are divided
 
 
 def _is_internal(module: nn.Module) -> bool:
@@ -153,7 +153,7 @@ def _why_whole(module: nn.Module, given: Sequence[Any], rows: int) -> str | None
 
 
 def _has_items(value: Any, rows: int) -> bool:
-    """Whether a list without tensors or an array in ``value`` has as many items as there are samples."""
+    """Whether ``value`` is or contains an array, or a list without tensors, of ``rows`` items."""
     if isinstance(value, MutableMapping):
         return any(_has_items(each, rows) for each in value.values())
     if isinstance(value, (list, tuple)):
@@ -166,7 +166,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a part of ``module`` is compiled: its copies would run the code of the original."""
+    """Whether ``module`` or a module inside it is compiled: a copy of compiled code would run the original."""
     return any(
         isinstance(each, torch.jit.ScriptModule) or compiled_call(each) is not None or ORIGINAL_MODULE in registered_modules(each)
         for each in module.modules()
@@ -193,7 +193,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _over(parts: Sequence[Any], leaf: Callable[[list[Any]], Any]) -> Any:
-    """The value that has ``leaf(...)`` of the leaves of all ``parts`` in the place of each: of dicts, lists, tuples and dataclasses.
+    """Combine nested ``parts`` (dicts, lists, tuples, dataclasses): ``leaf`` gets the leaves at the same place in all parts as a list.
 
     >>> _over([{"a": [1, 2]}, {"a": [3, 4]}], sum)
     {'a': [4, 6]}
@@ -217,7 +217,7 @@ def _over(parts: Sequence[Any], leaf: Callable[[list[Any]], Any]) -> Any:
 
 
 def _cut(leaf: list[Any], sizes: Sequence[int], devices: Sequence[torch.device], number: int) -> Any:
-    """Part ``number`` of a tensor with one row for each sample; anything else is whole.
+    """Return part ``number`` of a tensor that has one row for each sample; return anything else whole.
 
     Tensors on the first of ``devices`` are moved to the part's device; others, such as lengths on the CPU, stay where they are.
     """
@@ -235,20 +235,20 @@ def _cut(leaf: list[Any], sizes: Sequence[int], devices: Sequence[torch.device],
 
 
 class _Unmergeable(Exception):
-    """Outputs of the parts cannot be merged; the text says what they are, and what to do."""
+    """Raised when the outputs of the parts cannot be merged; the text describes the outputs and says what to do."""
 
 
 def _merged(parts: list[Any], sizes: Sequence[int], loss: str | None, join: Callable[[list[torch.Tensor]], Any]) -> Any:
-    """One leaf of the output, from those of the parts.
+    """Merge the leaves of all parts into one leaf of the output.
 
     Args:
         parts: the leaf of each part.
         sizes: the number of samples of each part.
-        loss: how numbers combine the samples; ``None``: they must be equal in all parts.
+        loss: how a number combines the samples; with ``None``, the number must be equal in all parts.
         join: joins the tensors of the parts.
 
     Raises:
-        _Unmergeable: the parts do not fit.
+        _Unmergeable: the leaves cannot be merged.
     """
     first = parts[0]
     tensors = all(isinstance(part, torch.Tensor) for part in parts)

@@ -1,6 +1,6 @@
 """Data parallelism: every rank holds the model, and each backward leaves the average gradient in ``.grad`` (contract, rule 5).
 
-This file is the regular step: find the site, check that all ranks are there, run the backward while its gradients are averaged, compare.
+This file is the regular step: find the site, check that all ranks come to it, run the backward while its gradients are averaged, compare.
 ``ddp_sites.py`` finds the parameters of a site, ``ddp_averager.py`` averages them.
 """
 
@@ -35,7 +35,7 @@ class DDP(Strategy):
     """Averages gradients over the ranks.
 
     Args:
-        loop: what the loop has done so far.
+        loop: the state of the running loop.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -143,7 +143,7 @@ class DDP(Strategy):
             average_now(parameters, bits)
 
     def begins_pass(self, trains: bool) -> None:
-        """Compare the weights now and then, and evaluate with rank 0's buffers, if there was a step since they were sent."""
+        """Compare the weights before some training passes, and before other passes that follow a step; these also get rank 0's buffers."""
         if trains:
             self._weights.begins_pass()
         elif self._synced_steps != self._loop.optimizers.steps and not is_alone():
@@ -156,7 +156,7 @@ class DDP(Strategy):
             self._buffers.put_in_eval(module)
 
     def moved(self, module: nn.Module) -> None:
-        """Find the sets anew: a cast or move gives parameters other tensors."""
+        """Forget all sets of parameters, because a cast or move gives parameters other tensors. The next backward finds them again."""
         self._sites.moved()
 
     def metric(self, metric: Any) -> Any:
@@ -191,7 +191,7 @@ def refuse_alone() -> UsageError:
 
 
 def rank_zeros(group: Group, metric: Any) -> Any:
-    """Rank 0's ``metric``, by which ``ReduceLROnPlateau`` decides on all ranks: on GPUs the ranks' differ in the last bits."""
+    """Return rank 0's ``metric``, so that ``ReduceLROnPlateau`` decides alike on all ranks: on GPUs, metrics differ in the last bits."""
     if is_alone():
         return metric
     sent = torch.tensor(float(metric), dtype=torch.float64)

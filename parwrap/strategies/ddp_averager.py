@@ -1,10 +1,11 @@
-"""One set of parameters whose gradients are averaged while a backward runs: torch's ``DistributedDataParallel``, armed by the loss.
+"""Averages the gradients of one set of parameters while a backward runs, with torch's ``DistributedDataParallel``.
 
-DDP gets a holder of the parameters instead of the user's model. Arming its reducer just before the backward is all that its forward
-would do; its hooks in C++ then average and overlap as usual. ``ddp_sites.py`` decides which parameters belong to which backward.
+DDP wraps a holder of the parameters instead of the user's model. DDP's forward would only arm its reducer, so this file arms the reducer
+just before a backward; DDP's hooks in C++ then average buckets during the backward as usual. ``ddp_sites.py`` decides which parameters
+belong to which backward.
 
-One more parameter, the *signal*, is averaged with them: its gradient holds the numbers that ranks tell each other, so they travel in the
-buckets and cost no message. It comes last in every backward, so only its own bucket waits for it, and it reports on this backward.
+One more parameter, the *signal*, is averaged with them. Its gradient holds the numbers that ranks tell each other, so these travel in
+the buckets and need no message. Autograd computes it last, so only its own bucket waits for it, and the numbers can describe this backward.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ class GradientAverager:
         group: the process group.
         number: identifies the set on all ranks.
         parameters: the leaf tensors, in the order of the model; the same on every rank.
-        sparse: the ids of those that get sparse gradients.
+        sparse: the ids of the parameters that get sparse gradients.
         at_end: called when a backward has reached its end, before it waits for the averages.
-        others: for the id of each further parameter of the set, whose gradient something else averages: whether a backward has reached it.
-        sender: makes the hook that sends a bucket in fewer bytes, given the signal, which must arrive exactly; ``None`` sends it as it is.
+        others: the ids of parameters of the set that something else averages, each with a function: has a backward reached it?
+        sender: given the signal, returns the hook that compresses and sends a bucket; with ``None``, buckets are sent uncompressed.
         options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
 
     Raises:
-        UsageError: they are on the CPU and on GPUs.
+        UsageError: some parameters are on the CPU and others on a GPU.
 
     Attributes:
-        broken: the error of a backward that has raised.
-        has_local: whether gradients wait in ``.grad`` that no backward has averaged yet, of ``with parwrap.no_sync()``.
-        grows: set while a backward runs that has reached a parameter outside of every set.
+        broken: the error that a backward has raised, or ``None``.
+        has_local: whether ``.grad`` holds gradients of ``with parwrap.no_sync()`` that no backward has averaged yet.
+        grows: whether the current backward has reached a parameter outside of every set.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class GradientAverager:
         self.grows = False
         self.broken: BaseException | None = None
         self._before: list[tuple[torch.Tensor, int] | None] = []
-        # of the first parameter's dtype if possible: its bucket is the last, and so is the signal; in half precision one missing rank among
-        # 16 would look like rounding, so there the signal has a bucket to itself
+        # the signal has the dtype of the first parameter, to share its bucket, which is the last; but half precision could not tell one
+        # missing rank among 16 from rounding, so for half precision the signal is float32 and has a bucket to itself
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._facts = facts = torch.zeros(len(self.parameters) + len(others) + NUMBERS, dtype=dtype, device=device)
@@ -101,7 +102,7 @@ class GradientAverager:
         self._means_on_host = None if facts.is_cuda else self._means.numpy()
         report = weakref.WeakMethod(self._report)  # autograd keeps its hooks alive, where no collector finds the cycle
         self._signal.register_hook(lambda grad: cast(Callable[[], torch.Tensor], report())())
-        # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
+        # autograd runs the nodes of one device newest first, and counts them in each thread: the first node of a new thread runs last
         self._root = _in_new_thread(self._signal.sum)
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
@@ -111,7 +112,7 @@ class GradientAverager:
         """Refuse to go on after a backward that has raised.
 
         Raises:
-            LockstepError: the other ranks wait for its gradients.
+            LockstepError: a backward has raised, so the other ranks may wait for its gradients.
         """
         if self.broken is not None:
             raise LockstepError(
@@ -130,9 +131,9 @@ class GradientAverager:
         self.has_local = False
 
     def run_then_average(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Like :meth:`run`, for gradients that cannot go through a bucket, because they have a graph or arrive several times.
+        """Like :meth:`run`, but average after the backward: for gradients that have a graph or arrive several times.
 
-        DDP raises under ``create_graph=True``; of a layer in two re-entrant checkpoints it would not average the second gradient.
+        DDP raises under ``create_graph=True``. If a layer is in two re-entrant checkpoints, DDP does not average its second gradient.
         """
         self._prepare(numbers, loss)
         call.run()
@@ -140,23 +141,26 @@ class GradientAverager:
         self.has_local = False
 
     def received(self) -> list[float] | torch.Tensor:
-        """The means of the numbers of the last backward, indexed by :class:`Entry`; of a GPU as a tensor of shape ``(NUMBERS,)``."""
+        """The means over ranks of the last backward's numbers, indexed by :class:`Entry`; on a GPU a tensor of shape ``(NUMBERS,)``."""
         self._find_means()
         return self._means[-NUMBERS:] if self._means_on_host is None else self._means_on_host[-NUMBERS:].tolist()
 
     def _find_means(self) -> None:
-        """The signal's gradient is the same tensor in every backward, but DDP puts a view of its bucket there if it may."""
+        """Update ``_means`` if the signal's gradient is another tensor: DDP may have replaced it by a view of its bucket."""
         if self._signal.grad is not self._means:
             self._means = cast(torch.Tensor, self._signal.grad)
             self._means_on_host = None if self._means.is_cuda else self._means.numpy()
 
     def reached_others(self) -> set[int]:
-        """The ids of the further parameters that the last backward has reached on any rank."""
+        """The ids in ``others`` whose parameters the last backward has reached on any rank."""
         bits = self._means[len(self.parameters) : -NUMBERS].tolist()
         return {number for number, bit in zip(self._others, bits, strict=True) if bit > 0}
 
     def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Set this rank's numbers; ``.data``, because autograd may hold those of the last backward."""
+        """Write this rank's numbers, clear the means, and note the gradients that exist before the backward.
+
+        The numbers are written to ``.data``, because autograd may still hold the tensor from the last backward.
+        """
         if self._numbers is not None:
             if loss is not None:
                 numbers[Entry.LOSS] = whole = loss.item()
@@ -179,7 +183,7 @@ class GradientAverager:
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 
     def _report(self) -> torch.Tensor:
-        """This rank's bits and numbers: the gradient of the signal, for which autograd asks when all others are there."""
+        """Return the gradient of the signal, this rank's bits and numbers; called by autograd after all other gradients are computed."""
         self._at_end()
         reached = [*self._reached(), *(is_reached() for is_reached in self._others.values())]
         if all(reached) and not self.grows:
@@ -191,7 +195,7 @@ class GradientAverager:
         return facts
 
     def _reached(self) -> list[bool]:
-        """Which parameters have got a gradient in this backward, or have one that was not averaged yet."""
+        """For each parameter, whether it got a gradient in this backward, or has one that was not averaged yet."""
         if self.has_local:
             return [p.grad is not None for p in self.parameters]
         return [_changed(p.grad, before) for p, before in zip(self.parameters, self._before, strict=True)]
@@ -199,7 +203,7 @@ class GradientAverager:
     def _arm(self) -> None:
         """Make the reducer expect every parameter in the next backward."""
         if has_rebuilt_buckets(self._reducer):
-            # does what remains of DDP's forward then, 40 us faster
+            # does all that DDP's forward does once buckets are rebuilt, 40 us faster
             self._reducer.reducer.prepare_for_forward()
             self._reducer.reducer.prepare_for_backward([])
         else:
@@ -207,7 +211,7 @@ class GradientAverager:
                 self._reducer()
 
     def _has_finished(self) -> bool:
-        """Whether every parameter has taken part in the finished backward."""
+        """Whether DDP has averaged all buckets, which happens once every parameter has taken part in the backward."""
         try:
             check_reducer_finalized(self._reducer.reducer)
         except RuntimeError:
@@ -215,7 +219,7 @@ class GradientAverager:
         return True
 
     def _send_nothing_for_the_rest(self, call: Backward) -> None:
-        """Let the parameters that this rank's loss did not reach take part, and leave ``None`` where no rank has a gradient."""
+        """Let the parameters that this rank's loss did not reach take part; their ``.grad`` stays ``None`` if no rank has a gradient."""
         there = {id(leaf) for leaf in reached(call.roots)}
         rest = [place for place, p in enumerate(self.parameters) if id(p) not in there]
         unused = [place for place in rest if self.parameters[place].grad is None]
@@ -235,9 +239,9 @@ def _changed(grad: torch.Tensor | None, before: tuple[torch.Tensor, int] | None)
 
 @torch.no_grad()
 def average_now(parameters: Sequence[torch.Tensor], signal: torch.Tensor) -> torch.Tensor:
-    """Average the gradients of ``parameters`` that are there, in one all-reduce a dtype, and return the mean of ``signal``.
+    """Average the gradients of ``parameters``, in one all-reduce for each dtype, and return the mean of ``signal``.
 
-    The first entries of ``signal`` are bits, one a parameter: whether this rank has a gradient. ``None`` stays where no rank has one.
+    The first entries of ``signal`` say for each parameter whether this rank has a gradient. ``.grad`` stays ``None`` if no rank has one.
     """
     size = dist.get_world_size()
     signal = signal.clone()
@@ -283,7 +287,7 @@ def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
-    """Let ``parameters`` take part in the running step without a gradient, also frozen ones; the script's hooks on them do not run."""
+    """Let ``parameters``, also frozen ones, take part in the current backward without a gradient. The script's hooks on them do not run."""
     frozen = [p for p in parameters if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)  # DDP's own hook of a frozen parameter would not run
@@ -301,7 +305,7 @@ def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> 
 
 
 class _Reducer(DistributedDataParallel):
-    """Parwrap's own DDP; a subclass, to distinguish it from the user's."""
+    """The DDP that parwrap builds; a subclass, to distinguish it from a DDP that the user builds."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], hook: Hook | None, **options: Any) -> None:
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
@@ -310,11 +314,11 @@ class _Reducer(DistributedDataParallel):
 
 
 class _Holder(nn.Module):
-    """Holds leaf tensors for DDP."""
+    """The module that DDP wraps: it only holds leaf tensors."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
         super().__init__()
-        # register_parameter takes only nn.Parameter, and a hand-written SGD has bare tensors
+        # register_parameter takes only nn.Parameter, but a hand-written SGD trains plain tensors
         for index, parameter in enumerate(parameters):
             if id(parameter) in sparse:
                 self.add_module(f"sparse {index}", _SparselyUsed(parameter))
@@ -322,7 +326,7 @@ class _Holder(nn.Module):
                 registered_parameters(self)[str(index)] = parameter
 
     def forward(self) -> None:
-        """The forward pass; DDP arms its reducer around this call."""
+        """Does nothing; DDP arms its reducer around this call."""
 
 
 class _SparselyUsed(nn.Embedding):
@@ -338,14 +342,16 @@ def _send(state, bucket):  # DDP compares annotations with classes, and here the
     gradient = bucket.buffer()
     if gradient.layout != torch.strided:
         return average_sparse(bucket)
-    # as DDP does without a hook; torch's own allreduce_hook divides, which rounds in another way on three ranks
+    # multiply as DDP does without a hook; torch's allreduce_hook divides, which rounds differently on three ranks
     sending = dist.all_reduce(gradient.mul_(1 / dist.get_world_size()), async_op=True)
     return sending.get_future().then(lambda sent: sent.value()[0])
 
 
 def average_sparse(bucket: dist.GradBucket) -> Future:
-    """Average the sparse gradient in ``bucket`` on the CPU, one after another: torch's gloo corrupts memory when two sparse tensors are
-    averaged at a time, and nccl cannot average them."""
+    """Average the sparse gradient in ``bucket`` on the CPU, and wait until it is averaged.
+
+    Torch's gloo corrupts memory when it averages two sparse tensors at a time, and nccl cannot average sparse tensors.
+    """
     gradient = bucket.buffer()
     average = (gradient / dist.get_world_size()).cpu()
     dist.all_reduce(average)
@@ -355,7 +361,7 @@ def average_sparse(bucket: dist.GradBucket) -> Future:
 
 
 def _in_new_thread(build: Callable[[], T]) -> T:
-    """The result of ``build``, called in a context that is unaffected by the caller's."""
+    """Return ``build()``, run in a new thread: the caller's grad mode and its count of autograd nodes do not apply there."""
 
     def run() -> T:
         with torch.inference_mode(False), torch.enable_grad():

@@ -1,8 +1,8 @@
 """Which parameters a backward averages: one set for each *site*, a line that calls ``backward``.
 
-The set of a site is found at its first visit, by one walk over the graph: every trainable parameter of the optimizers that own a
-parameter reached there, and the ``nn.Parameter``s reached that no optimizer owns. What is made inside a training pass belongs to its
-batch and is left out. A steady step only looks its site up.
+The set of a site is found at its first visit, by one walk over the graph. It has every trainable parameter of each optimizer that owns
+a parameter in the graph, and the ``nn.Parameter``s in the graph that no optimizer owns. Parameters made inside a training pass belong to
+a batch and are left out. Later steps only look the site up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parwrap.strategies.strategy import Loop
 __all__ = ["Site", "Sites", "made_equal"]
 
 MOST = 64
-"""The oldest site makes room for another one."""
+"""The number of sites that are kept; a further site replaces the oldest."""
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Site:
 
     Attributes:
         parameters: the set of parameters whose gradients this line averages.
-        averager: averages them; ``None`` if the set is empty.
+        averager: averages these gradients; ``None`` if the set is empty.
         generation: the optimizers' generation when the set was found.
-        frozen: parameters of its optimizers that were frozen then.
-        then_average: whether gradients are averaged after the backward, because it runs others inside it.
+        frozen: parameters of the same optimizers that were frozen when the set was found.
+        then_average: whether gradients are averaged after the backward, because it runs other backwards inside it.
         place: the line.
         shown: the line as errors show it.
         codes: the code objects of the calls, kept alive because their ids identify the site.
@@ -66,7 +66,7 @@ class Sites:
     """The sites of a loop and the averagers of their sets.
 
     Args:
-        loop: what the loop has done so far.
+        loop: the state of the running loop.
         new_set: called when a set is averaged for the first time.
     """
 
@@ -81,7 +81,7 @@ class Sites:
         self.arrived: list[torch.Tensor] = []
 
     def find(self, call: Backward) -> Site:
-        """The site of ``call``, found anew if the trainable parameters may be others."""
+        """Return the site of ``call``; find its set again if the trainable parameters may have changed."""
         optimizers, (key, codes) = self._loop.optimizers, call_site(sys._getframe(1))
         site = self._sites.get(key)
         if (
@@ -118,10 +118,10 @@ class Sites:
         return reached(call.roots)
 
     def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
-        """If something else averages the gradient of ``parameter``: a function that says whether the last backward has reached it."""
+        """If something else averages ``parameter``, return a function that says whether a backward has reached it; else ``None``."""
 
     def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        """The set of parameters of ``call``, and frozen parameters of the same optimizers."""
+        """Return the set of parameters of ``call``, and the frozen parameters of the same optimizers."""
         optimizers = self._loop.optimizers
         leaves = [leaf for leaf in self.leaves(call) if leaf.requires_grad]
         if "inputs" in call.options:
@@ -145,7 +145,11 @@ class Sites:
         return list(found.values()), tuple(p for p in owned if not p.requires_grad)
 
     def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
-        """The averager of a set that is met for the first time, once all ranks are there with the same set and weights."""
+        """Make the averager of a new set, once all ranks agree on the set and have equal weights.
+
+        Returns:
+            The averager, and whether to average after the backward, because it runs other backwards inside it on some rank.
+        """
         loop, group = self._loop, self._loop.group
         own = [p for p in parameters if self.elsewhere(p) is None]
         shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
@@ -174,8 +178,10 @@ class Sites:
     # parameters in no set
 
     def _note_bare(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Warn of a leaf that no optimizer owns once it gets a gradient again, in a later step and batch and with other values: the script
-        trains it by hand."""
+        """Watch leaves that no optimizer owns, and warn of those that the script trains by hand.
+
+        A leaf is trained by hand if it gets another gradient in a later step and batch, and its values have changed.
+        """
         loop, place = self._loop, script_place()
         batch, steps = loop.passes.batches, loop.optimizers.steps
 
@@ -196,7 +202,7 @@ class Sites:
                 self._bare[leaf] = checksums([leaf]), leaf.register_post_accumulate_grad_hook(arrived)
 
     def _watch(self) -> None:
-        """Note gradients of parameters that an optimizer owns and no set has, such as those of a loss that joins in a later epoch."""
+        """Add hooks that note a gradient of a parameter that an optimizer owns but no set has: a later epoch may add a loss."""
         self.unwatch()
         known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
         for optimizer in self._loop.optimizers.all():
@@ -223,7 +229,7 @@ class Sites:
         self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
-        """Add the optimizers of parameters that got a gradient outside of every set, and average these gradients now."""
+        """Add all parameters of optimizers that have ``arrived`` parameters on any rank to the set of ``site``; average their gradients."""
         assert site.averager is not None
         group, arrived = self._loop.group, {id(p) for p in self.arrived}
         self.arrived.clear()
@@ -246,7 +252,7 @@ class Sites:
         return site.averager is not None and (id(p) in site.averager.ids or self.elsewhere(p) is not None)
 
     def moved(self) -> None:
-        """Find all sets anew: DDP's hooks are on the tensors that parameters had before a cast or move."""
+        """Drop all sets, so that they are found again: DDP's hooks are on the tensors that parameters had before a cast or move."""
         self._sites.clear()
         self._averagers.clear()
         self._running = None
@@ -261,7 +267,7 @@ class Sites:
 
 
 def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = (), at: str = "backward") -> list[int]:
-    """Take rank 0's weights where ranks begin with different ones; all ranks call it with parameters of the same shapes.
+    """Overwrite ``parameters`` with rank 0's values if they differ between ranks. All ranks call it with parameters of the same shapes.
 
     Returns:
         For each of ``facts``, whether it is true on any rank.

@@ -1,8 +1,9 @@
 """Fully sharded data parallelism: each rank holds a part of the parameters, of their gradients and of the optimizer's state.
 
 A model is sharded by torch's ``fully_shard`` when the script calls it for the first time and an optimizer has its parameters. Torch then
-gathers and reduces; what it leaves whole, and the numbers of every backward, are averaged as in DDP. (Zhao et al., 2023,
-https://arxiv.org/abs/2304.11277.) ``fsdp_model.py`` shards one model, ``fsdp_tensors.py`` is what a script does with parameters.
+gathers parameters and reduces gradients. Parameters that stay whole, and the numbers of every backward, are averaged as in DDP.
+``fsdp_model.py`` shards one model, ``fsdp_tensors.py`` runs the script's operations on sharded parameters. (Zhao et al., 2023,
+https://arxiv.org/abs/2304.11277.)
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from parwrap.torch_private.fsdp import forget_process_groups
 __all__ = ["FSDP"]
 
 FREED = "storage of size 0"
-"""What torch says where a backward needs weights that are not gathered."""
+"""A part of torch's error when a backward needs weights that are not gathered."""
 
 
 class FSDP(DDP):
-    """DDP in which torch gathers and reduces the parameters of the models."""
+    """DDP whose models are sharded: torch gathers their parameters and reduces their gradients."""
 
     _sites: _Sites
 
@@ -65,7 +66,7 @@ class FSDP(DDP):
     # forwards
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        """Shard ``module``, if it is one that the script calls and not sharded yet."""
+        """Run a call of ``module``; if the script itself calls it and it is not sharded yet, shard it first."""
         if self._in_forward or self._thread is not None or in_backward():  # in backwards, checkpoints recompute
             return original(*args, **kwargs)
         if is_alone():
@@ -85,7 +86,7 @@ class FSDP(DDP):
                 self._loop.same_step.positions.run()
 
     def _shard(self, module: nn.Module) -> None:
-        """Shard the parameters of ``module``, on all ranks together, if optimizers have some that can be and are not."""
+        """Shard the parameters of ``module``, on all ranks together, if an optimizer has one that can be sharded and is not yet."""
         optimizers = self._loop.optimizers
         if self._seen.get(module) == optimizers.generation:
             return
@@ -143,7 +144,7 @@ class FSDP(DDP):
         return [model for ref in self._models if (model := ref()) is not None]
 
     def _is_part(self, p: torch.Tensor) -> bool:
-        """Whether ``p`` is in shards, or what torch gathers of one that is."""
+        """Whether ``p`` is a sharded parameter, or the tensor into which torch gathers one."""
         return is_sharded(p) or any(p is leaf for model in self._alive() for _, leaf in model.leaves())
 
     def _reset(self) -> None:
@@ -169,7 +170,7 @@ class FSDP(DDP):
             self._drop_zeros()
 
     def _drop_zeros(self) -> None:
-        """Leave ``None`` in parameters that no rank has reached, where torch has reduced zeros with their unit."""
+        """Set ``.grad`` to ``None`` in parameters that no rank has reached: torch has reduced zeros for them with their unit."""
         for model in self._alive():
             if model.zeros:
                 reached = self._sites.reached_elsewhere() | self._tensors.read
@@ -184,7 +185,7 @@ class FSDP(DDP):
         super().average([p for p in parameters if not is_sharded(p)])
 
     def clip(self, clip: Clip) -> Any:
-        """Clip by the norm over all ranks, and return it as a plain tensor."""
+        """Clip by the norm over all ranks, and return this norm as a plain tensor."""
         if clip.name != "clip_grad_norm_" or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
         return clip_by_norm(clip, self._loop.group, *clip.args, **clip.kwargs)
@@ -225,13 +226,13 @@ class FSDP(DDP):
         return self._tensors.whole_state(original())
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-        """Load this rank's part of the state of one process."""
+        """Load this rank's part of ``state``, which is a whole state dict."""
         original(state)
         self._meet(optimizer)
         self._tensors.shard_state(optimizer)
 
     def saved(self, thing: Any) -> Any:
-        """What ``torch.save`` writes for ``thing``: whole tensors and plain modules. Every rank makes it, because that needs all parts."""
+        """Return ``thing`` for ``torch.save``, with whole tensors and plain modules. All ranks call it, because all have parts."""
         memo: dict[int, Any] = {}
 
         def plain(leaf: Any) -> Any:
@@ -241,14 +242,14 @@ class FSDP(DDP):
         return mapped(thing, plain)
 
     def moves(self, module: nn.Module) -> None:
-        """Parameters are whole while they are cast or moved; the next forward shards them again."""
+        """Make parameters whole before they are cast or moved; the next forward shards them again."""
         if any(map(is_sharded, module.parameters())):
             self.make_whole()
 
     # the end
 
     def make_whole(self) -> None:
-        """Give every rank the whole of the models and optimizers that all ranks still hold."""
+        """Gather on every rank the models and the optimizers' states that all ranks still hold."""
         group = self._loop.group
         models, optimizers = [ref() for ref in self._models], [ref() for ref in self._optimizers]
         held = torch.tensor([each is not None for each in (*models, *optimizers)], dtype=torch.int64)
@@ -266,7 +267,7 @@ class FSDP(DDP):
         self._forget()
 
     def close(self) -> None:
-        """Remove the hooks from the modules; after an error their parameters stay this rank's parts."""
+        """Remove the hooks from the modules. Parameters that are still sharded, as after an error, stay sharded."""
         for model in self._alive():
             model.put_back(for_good=False)
         self._forget()
@@ -283,15 +284,15 @@ class FSDP(DDP):
 
 
 class _Sites(Sites):
-    """Sites whose sets have parameters in shards, of which torch averages the gradients.
+    """Sites whose sets contain sharded parameters, whose gradients torch averages.
 
     Args:
-        loop: what the loop has done so far.
+        loop: the state of the running loop.
         new_set: called when a set is averaged for the first time.
         models: a function that returns the sharded models.
 
     Attributes:
-        in_shards: for the id of each parameter in shards, whether backwards have reached it.
+        in_shards: the id of each sharded parameter, with a function that says whether backwards have reached it.
     """
 
     def __init__(self, loop: Loop, new_set: Callable[[], None], models: Callable[[], list[ShardedModel]]) -> None:
@@ -307,7 +308,7 @@ class _Sites(Sites):
         return self.in_shards.get(id(parameter))
 
     def reached_elsewhere(self) -> set[int]:
-        """The ids of the parameters in shards that the last backward has reached on any rank."""
+        """The ids of the sharded parameters that the last backward has reached on any rank."""
         return set() if self._running is None else self._running.reached_others()
 
 

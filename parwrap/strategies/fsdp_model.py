@@ -1,7 +1,8 @@
 """One model whose parameters torch's ``fully_shard`` shards in place, and how it becomes a plain model again.
 
-Modules keep the user's classes, and the script's parameters stand for those in shards. Hooks and states that torch adds are recorded, so
-that they can be removed, for a copy or for good. ``fsdp_units.py`` chooses the units, and ``fsdp.py`` decides what runs when.
+Modules keep the user's classes, and each parameter of the script stands for a sharded ``DTensor``. Hooks and states that torch adds are
+recorded, so that they can be removed: while a module is copied, or for good. ``fsdp_units.py`` chooses the units, and ``fsdp.py`` calls
+this file.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ __all__ = ["ShardedModel"]
 
 
 class ShardedModel:
-    """A root module with its units.
+    """A sharded model: a root module with its units.
 
     Args:
-        root: the module.
-        units: the modules inside it that are gathered separately, inner ones first.
+        root: the root module.
+        units: the modules inside the root that are gathered separately, inner modules first.
         whole: parameters that stay whole.
-        mesh: the ranks.
-        sends: called with what it is before a unit of this model sends anything.
+        mesh: the device mesh of all ranks.
+        sends: called before a unit sends anything, with a text that names the message.
         gather: gathers a tensor on all ranks.
 
     Attributes:
         root: a function that returns the module while it is alive.
         parameters: the script's parameters, each with torch's state of it.
-        reached: the ids of parameters that backwards have reached since this was cleared.
-        zeros: parameters that got a gradient of zeros because others of their unit have one, and had none before.
+        reached: the ids of parameters that backwards have reached since this set was cleared.
+        zeros: parameters without a gradient that got a gradient of zeros, because another parameter of their unit has a gradient.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ShardedModel:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=set(whole))
             unit.__class__ = kind
         self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
-        initialize(self._states[-1])  # makes this the root, whichever of its units is called first
+        initialize(self._states[-1])  # makes this state the root, whichever unit is called first
         for state in self._states:
             forget_state(state)
         for unit, state in zip((*units, root), self._states, strict=True):
@@ -101,7 +102,7 @@ class ShardedModel:
                     self.parameters.append((p, param))
 
     def gather_once(self) -> None:
-        """Gather all units now: torch keeps the tensors that it makes then, and training cannot use those of inference mode."""
+        """Gather all units once outside of inference mode: torch keeps these tensors, and training cannot use inference tensors."""
         for state in self._states:
             for group in param_groups(state):
                 group.unshard()
@@ -109,11 +110,11 @@ class ShardedModel:
                 group.reshard()
 
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each of the script's parameters, with the leaf of autograd graphs that it stands for, once that exists."""
+        """Each of the script's parameters, with the gathered parameter that autograd graphs reach, if torch has made it already."""
         return ((p, leaf) for p, param in self.parameters if (leaf := unsharded_parameter(param)) is not None)
 
     def shards(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
-        """Each of the script's parameters, with the ``DTensor`` that it stands for, which graphs reach outside of forwards."""
+        """Each of the script's parameters, with its ``DTensor``, which autograd graphs reach outside of forwards."""
         return ((p, param.sharded_param) for p, param in self.parameters)
 
     def is_reached(self, number: int, param: Any) -> bool:
@@ -132,7 +133,7 @@ class ShardedModel:
         return any(leaf.grad is not None for _, leaf in self.leaves())
 
     def put_back(self, for_good: bool) -> None:
-        """Remove the sharding from the modules; all ranks gather the values if it is ``for_good``, else parameters stay in shards."""
+        """Remove torch's hooks and states from the modules. If ``for_good``, all ranks gather the parameters; else these stay sharded."""
         self._take_off()
         for p, param in self.parameters if for_good else ():
             Sharded.put_back(p, self._gather)
@@ -201,7 +202,7 @@ class ShardedModel:
             self._sends(f"the forward of {name}")
 
     def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
-        """Reduce the gradients of a unit. A rank that has reached other parameters of it than another sends zeros for those."""
+        """Reduce the gradients of a unit. A rank that has reached only some parameters of the unit sends zeros for the others."""
         leaves = {id(leaf): p for p, leaf in self.leaves()}
         own = [leaf for param in group.fsdp_params if (leaf := unsharded_parameter(param)) is not None and leaf.requires_grad]
         if any(leaf.grad is not None for leaf in own):
@@ -220,7 +221,7 @@ class ShardedModel:
 def _gather_before_backward(state: Any, outputs: Any) -> Any:
     """Make a backward gather the weights of a unit when it reaches the unit's ``outputs``.
 
-    Torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
+    Torch's own hook is lost if the output is a view and the script changes it in place, as ``h += x`` does.
     """
     for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
         base = view_base(tensor)
@@ -240,12 +241,12 @@ def _refuse_exchanged(info: Any) -> None:
 
 
 def _attachments(module: nn.Module) -> dict[str, set[Any] | None]:
-    """A module's attributes, and the keys in those that are dicts."""
+    """The names of a module's attributes; each has the keys of the attribute if this is a dict, else ``None``."""
     return {name: set(value) if isinstance(value, dict) else None for name, value in module.__dict__.items()}
 
 
 def _added(before: dict[str, set[Any] | None], after: dict[str, set[Any] | None]) -> dict[str, set[Any] | None]:
-    """The attributes that are new (``None``), and the new keys in those that are not."""
+    """The names of new attributes, each with ``None``; and of older attributes that are dicts with new keys, each with the new keys."""
     added: dict[str, set[Any] | None] = {}
     for name, keys in after.items():
         if name not in before:

@@ -1,7 +1,7 @@
-"""What a script does with sharded parameters outside of forwards: each operation gives what it gives with whole tensors.
+"""The script's operations on sharded parameters outside of forwards, with the same results as on whole parameters.
 
-An operation on a sharded tensor gathers it, and its gradients go back as the mean over ranks. A value that is written must be the same on
-all ranks, and each rank keeps its part. Only the operations of an optimizer's step run on the parts, as ``DTensor`` defines them.
+An operation on a sharded tensor gathers the tensor; its gradient is the mean over ranks. A value that the script writes must be the same
+on all ranks, and each rank keeps its part. Only the operations of an optimizer's step run on the parts, as ``DTensor`` defines them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ NEEDS_NO_VALUES = frozenset(
         *(T.requires_grad_, T.detach, T.detach_, T.retain_grad, T.is_signed, torch.is_signed),
     }
 )
-"""Operations that say or change what a tensor is. ``detach`` shares its memory."""
+"""Operations that run without gathering, because they use no values of the tensor. The result of ``detach`` shares the tensor's memory."""
 
 ON_WHOLE = frozenset(
     {T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__}
 )
-"""Operations that write to a whole copy first: random numbers, and elements by index."""
+"""Operations that write to a gathered copy, of which each rank keeps its part: random numbers, and assignments to an index."""
 
 IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
 HOOKS = T.register_hook, T.register_post_accumulate_grad_hook
@@ -54,11 +54,11 @@ SET_DATA, SET_GRAD = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined
 GET_GRAD = T.grad.__get__  # type: ignore[union-attr]
 
 ABOUT_SHARDING = "DTensor", "Sharding propagation", "shard"
-"""What torch says where it cannot shard an operation."""
+"""Parts of torch's errors when it cannot shard an operation."""
 
 
 class Sharded(nn.Parameter):
-    """A parameter of a script, whose values are in shards: it stands for a ``DTensor`` and has no memory of its own."""
+    """A sharded parameter of the script. It has no values itself, but stands for a ``DTensor``, which has this rank's part."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -72,7 +72,7 @@ class Sharded(nn.Parameter):
 
     @staticmethod
     def replace(p: nn.Parameter, new: DTensor) -> None:
-        """Make ``p`` stand for ``new``, and free its memory."""
+        """Make ``p`` stand for ``new``, and free the memory of ``p``."""
         if p.grad is not None:
             new.grad = part_of(p.grad, new)
             p.grad = None
@@ -108,7 +108,7 @@ def part_of(whole: T, like: Any) -> DTensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole of a sharded tensor; its gradient is the mean of the ranks' gradients, of which each keeps its part."""
+    """Gathers a sharded tensor. Its backward averages the gradients of the ranks, and each rank keeps its part of the mean."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> T:
@@ -130,7 +130,7 @@ class ShardedTensors:
         group: the process group.
 
     Attributes:
-        read: the ids of parameters that graphs have read outside of forwards since this was cleared.
+        read: the ids of parameters that graphs have read outside of forwards since this set was cleared.
     """
 
     def __init__(self, group: Group) -> None:
@@ -139,7 +139,7 @@ class ShardedTensors:
         self.read: set[int] = set()
 
     def begin_step(self) -> None:
-        """An optimizer steps: it works on parts."""
+        """Run operations on the parts from now on, because an optimizer steps."""
         self._steps += 1
 
     def end_step(self) -> None:
@@ -147,7 +147,7 @@ class ShardedTensors:
 
     @contextmanager
     def outside_of_step(self) -> Iterator[None]:
-        """Inside the block, which runs the script's closure in the middle of a step, operations see whole tensors again, not parts."""
+        """Inside the block, where the script's closure runs during a step, operations see whole tensors."""
         steps, self._steps = self._steps, 0
         try:
             yield
@@ -185,7 +185,7 @@ class ShardedTensors:
     # reading
 
     def whole(self, tensor: Any) -> T:
-        """Gather ``tensor`` whole on every rank. Autograd records it: its backward averages the gradients of the ranks."""
+        """Gather ``tensor`` on every rank. Autograd records the gathering, and its backward averages the gradients of the ranks."""
         what = f"gathering a sharded tensor of shape {tuple(tensor.shape)}"
         if is_alone():
             refuse_alone(what)
@@ -254,7 +254,7 @@ class ShardedTensors:
     # writing
 
     def _write(self, func: Callable, target: Any, args: tuple, kwargs: dict) -> Any:
-        """Write to the parts, if all that is read is in parts or a number; else write to a whole copy, and keep this rank's part."""
+        """Write to the parts if all tensors among the arguments are sharded or scalars; else write to a gathered copy, and keep a part."""
         if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         own_draws = func in ON_WHOLE or getattr(func, "__module__", "") == nn.init.__name__
@@ -278,10 +278,10 @@ class ShardedTensors:
         local_tensor(target).copy_(local_tensor(self.shared(whole, target)))
 
     def shared(self, whole: T, like: DTensor) -> DTensor:
-        """This rank's part of ``whole``, after a check that all ranks have the same.
+        """This rank's part of ``whole``, after a check that all ranks have the same values.
 
         Raises:
-            RankMismatchError: they have not.
+            RankMismatchError: the values differ.
         """
         kind, place = "a value for a sharded tensor", script_place()
         if is_alone():
@@ -298,7 +298,7 @@ class ShardedTensors:
         return part_of(whole, like)
 
     def _set(self, func: Callable, target: DTensor, value: Any) -> None:
-        """``p.data = value`` writes into the memory that modules gather from; ``p.grad = value`` keeps this rank's part of the value."""
+        """Assign to ``p.data``, by writing into the memory that modules gather from, or to ``p.grad``, which keeps this rank's part."""
         if value is not None and value.shape != target.shape:
             raise UsageError(
                 f"{script_place()} assigns a value of shape {tuple(value.shape)} to a parameter of shape {tuple(target.shape)}, which "
@@ -315,11 +315,11 @@ class ShardedTensors:
     # states of optimizers
 
     def whole_state(self, state: Any) -> Any:
-        """``state`` with whole tensors, in the order of one process."""
+        """``state`` with its sharded tensors gathered, as one process would have it."""
         return mapped(state, lambda leaf: self.whole(leaf.detach()) if isinstance(leaf, DTensor) else leaf)
 
     def shard_state(self, optimizer: Optimizer) -> None:
-        """Keep this rank's part of a state that was loaded, or made before the model was sharded."""
+        """Replace whole tensors in the optimizer's state by this rank's parts, after loading the state or sharding the model."""
         for p, state in optimizer.state.items():
             if isinstance(p, Sharded):
                 for name, value in state.items():
@@ -330,7 +330,7 @@ class ShardedTensors:
 def clip_by_norm(
     clip: Clip, group: Group, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> T:
-    """Clip gradients of which each rank has a part, and return the norm over all ranks. All ranks call it; they reduce one number.
+    """Clip sharded gradients by their norm over all ranks, and return this norm. All ranks call it, and all-reduce one number.
 
     Args:
         clip: the intercepted call.
@@ -362,12 +362,12 @@ def clip_by_norm(
 
 
 def _current(values: Any) -> Any:
-    """``values`` with the ``DTensor`` that each sharded parameter stands for."""
+    """``values`` with each sharded parameter replaced by its ``DTensor``."""
     return mapped(values, lambda value: value.__dict__["sharded"] if type(value) is Sharded else value)
 
 
 def _parameter(thing: Any) -> Sharded | None:
-    """The script's parameter that stands for ``thing``."""
+    """The script's parameter that stands for ``thing``, or ``None``."""
     return thing.__dict__["parameter"]() if isinstance(thing, DTensor) and "parameter" in thing.__dict__ else None
 
 
@@ -403,7 +403,7 @@ def _tensors(args: tuple, kwargs: Mapping[str, Any], kind: type) -> Iterator[Any
 
 
 def _target(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The sharded tensor, or the list of tensors, that the operation ``name`` writes to; ``None`` for most."""
+    """The sharded tensor, or the list of tensors, that the operation ``name`` writes to; ``None`` if it writes to none."""
     if isinstance(kwargs.get("out"), DTensor):
         return kwargs["out"]
     if not ((name.endswith("_") and not name.endswith("__")) or name in IN_PLACE or name == "__setitem__"):
@@ -417,7 +417,7 @@ def _is_copy(tensor: Any) -> bool:
 
 
 def _as_copy(result: Any) -> Any:
-    """``result``, marked: a slice or view of a copy, to which writes would be lost."""
+    """Return ``result`` with a mark: it is a slice or view of a gathered copy, so a write to it would be lost."""
     if isinstance(result, DTensor):
         result.__dict__["is_copy"] = True
     return result
@@ -431,7 +431,7 @@ def _refuse_lost_write(name: str) -> NoReturn:
 
 
 def refuse_alone(what: str) -> NoReturn:
-    """Raise :class:`UsageError` for what needs all ranks, in a function that one rank runs."""
+    """Raise :class:`UsageError`: ``what`` needs all ranks, but only one rank runs the current function."""
     raise UsageError(
         f"{script_place()} needs the other ranks for {what}, because with strategy='fsdp' each rank has only a part of the model. But only "
         "this rank runs a function decorated with @parwrap.rank_zero_only: do it outside of that function, and save its result there."

@@ -13,7 +13,7 @@ from parwrap.torch_private.modules import registered_modules
 __all__ = ["can_be_sharded", "units", "unsharded"]
 
 Wrap = int | type | str | tuple[type | str, ...] | None
-"""The number of elements from which a module is a unit, or the classes of units, or ``None`` for repeated blocks."""
+"""What becomes a unit: modules with at least this number of elements, modules of these classes, or with ``None`` repeated blocks."""
 
 BLOCK = 100_000
 """The number of elements from which a block is worth gathering separately."""
@@ -93,7 +93,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _held(root: nn.Module, chosen: Collection[int]) -> Iterator[tuple[nn.Parameter, int]]:
-    """Each parameter with the id of the innermost of the ``chosen`` modules around it, once for each path to it."""
+    """Each parameter with the id of the innermost ``chosen`` module around it, else of ``root``; once for each path to the parameter."""
 
     def below(module: nn.Module, home: int) -> Iterator[tuple[nn.Parameter, int]]:
         home = id(module) if id(module) in chosen else home
@@ -111,5 +111,5 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _elements(parameters: Iterable[torch.Tensor]) -> int:
-    """The number of elements that are not sharded yet."""
+    """The number of elements of those ``parameters`` that are not sharded yet."""
     return sum(p.numel() for p in parameters if type(p) is nn.Parameter)

@@ -1,7 +1,7 @@
 """Hogwild: the ranks of one node train one set of weights in shared memory, and each steps on its own gradients without waiting.
 
-Nothing is averaged. A step writes into memory that all ranks read, while others do the same, or with ``lock=True`` one rank at a time.
-Gradients, buffers and the state of optimizers are each rank's own. (Recht et al., 2011, https://arxiv.org/abs/1106.5730; torch's own recipe
+Nothing is averaged. A step writes into memory that all ranks read. Ranks step at the same time, or with ``lock=True`` one rank at a time.
+Each rank has separate gradients, buffers and optimizer states. (Recht et al., 2011, https://arxiv.org/abs/1106.5730; torch's own recipe
 is ``model.share_memory()`` and one process for each worker.)
 """
 
@@ -58,7 +58,7 @@ class Hogwild(Strategy):
         self._evaluating = False
 
     def backward(self, call: Backward) -> None:
-        """Run ``call``: its gradients are this rank's. Weights are shared before the first one, when every rank has initialized them."""
+        """Run ``call``, whose gradients stay on this rank; before that, move weights that are not shared yet into shared memory."""
         if is_alone():
             raise refuse_alone()
         optimizers = self._loop.optimizers
@@ -89,20 +89,22 @@ class Hogwild(Strategy):
     # steps
 
     def step(self, optimizer: Optimizer) -> None:
-        """Take the lock, if there is one; the step of an optimizer inside another's has it already."""
+        """Take the lock, if there is one; a step that runs inside the step of another optimizer holds the lock already."""
         if self._lock and len(stepping()) == 1:
             self._lock.take()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Move parameters back into shared memory, since some steps give them other tensors."""
+        """Move parameters back into shared memory, because some steps replace their tensors; then release the lock."""
         self._weights.put_back()
         self._loop.same_step.passed(script_place())
         if self._lock and len(stepping()) == 1:
             self._lock.release()
 
     def _others_step(self) -> AbstractContextManager[None]:
-        """Inside the block this rank waits for the others, which may need the lock before they come: a closure trains inside a step, and a
-        step that raises leaves the lock taken."""
+        """Release the lock inside the block, in which this rank waits for others that may need the lock.
+
+        This rank may hold the lock: a closure trains inside a step, and a step that raises does not release it.
+        """
         return self._lock.released() if self._lock else nullcontext()
 
     # where ranks meet
@@ -123,7 +125,7 @@ class Hogwild(Strategy):
                 self._evaluate()
 
     def _evaluate(self) -> None:
-        """Wait until no rank trains, so that all evaluate the same weights."""
+        """Wait until no rank trains, so that all ranks evaluate the same weights."""
         if self._weights and not self._evaluating:
             self._evaluating = True
             self._meet("an evaluation")
@@ -171,7 +173,7 @@ def _refuse(group: Group) -> None:
 
 
 class _Lock:
-    """Lets one rank at a time take a step. A rank that ends, in whatever way, releases it."""
+    """A file lock that lets one rank at a time take a step. When a process ends, even by a crash, its lock is released."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -194,15 +196,15 @@ class _Lock:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is in the shared memory; tensors with a common storage keep it.
+    """Where a tensor is in the shared memory; tensors with a common storage still have a common storage there.
 
     Attributes:
-        begin: where its storage begins, in bytes.
-        size: the bytes of its storage.
-        offset: where it begins in its storage, in elements.
-        stride: its stride, in elements.
-        shape: its shape.
-        dtype: its dtype.
+        begin: where the storage begins in the memory, in bytes.
+        size: the size of the storage, in bytes.
+        offset: where the tensor begins in the storage, in elements.
+        stride: the tensor's stride, in elements.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
     """
 
     begin: int
@@ -217,7 +219,7 @@ class _Place(NamedTuple):
 
 
 class _SharedWeights:
-    """Parameters whose storage all ranks share. They stay the objects that they are."""
+    """Parameters whose storage all ranks share. The parameters stay the same objects; only their memory changes."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -228,16 +230,16 @@ class _SharedWeights:
         return bool(self._shared)
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` needs no sharing any more; an empty one never does."""
+        """Whether ``parameter`` is shared with its present shape and dtype, or is empty, so that nothing has to be shared."""
         shared = self._shared.get(parameter)
         return (not is_lazy(parameter) and not parameter.numel()) if shared is None else _alike(parameter, shared)
 
     def share(self, parameters: Sequence[torch.Tensor], data: tuple[int, ...], compare: Callable[[Sequence[Any]], None]) -> None:
-        """Move ``parameters`` into memory that all ranks share; they get rank 0's values.
+        """Move ``parameters`` into memory that all ranks share, with rank 0's values.
 
         Args:
-            parameters: the same ones in the same order on all ranks.
-            data: digits of what ranks must read alike.
+            parameters: the parameters to share, in the same order on all ranks.
+            data: digits of the data that all ranks must read alike.
             compare: raises an error if the ``data`` of the ranks differ.
 
         Raises:
@@ -272,7 +274,7 @@ class _SharedWeights:
             p.data = self._shared[p]
 
     def _memory(self, size: int) -> mmap.mmap:
-        """Memory of ``size`` bytes that the ranks share: an unnamed file of rank 0, which disappears however they end."""
+        """Map ``size`` bytes that the ranks share: an unnamed file of rank 0, which disappears when the processes end, even by a crash."""
         group = self._group
         descriptor = os.memfd_create("parwrap weights") if group.world.rank == 0 else -1  # not in /dev/shm, which is small in containers
         where = torch.tensor([os.getpid(), descriptor])
@@ -289,13 +291,13 @@ class _SharedWeights:
             os.close(descriptor)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look after ``parameters`` of optimizers from now on, and no longer after those before."""
+        """From now on, let :meth:`put_back` check these ``parameters`` instead of earlier ones."""
         self._watched = [(p, self._shared[p].data_ptr()) for p in parameters if p in self._shared]
 
     def put_back(self) -> bool:
-        """Copy the values of tensors that have replaced shared ones, as ``p.data = ...`` does, into shared memory.
+        """Move parameters whose tensors were replaced, as ``p.data = ...`` does, back into shared memory with their new values.
 
-        Return whether all are shared again; a parameter with a new shape or dtype needs another :meth:`share`.
+        Return whether all parameters are shared again; a parameter with a new shape or dtype needs another :meth:`share`.
         """
         whole = True
         for p, pointer in self._watched:
@@ -311,7 +313,7 @@ class _SharedWeights:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give every shared parameter memory of this rank alone, with its present value; those with a common storage keep one."""
+        """Copy every shared parameter into memory of this rank alone; parameters with a common storage still have a common storage."""
         copies: dict[int, torch.UntypedStorage] = {}
         for p, shared in self._shared.items():
             if p.data_ptr() == shared.data_ptr():

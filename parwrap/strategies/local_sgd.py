@@ -1,6 +1,6 @@
-"""Local SGD and DiLoCo: each rank steps on its own gradients, and every few steps all ranks average their weights with all.
+"""Local SGD and DiLoCo: each rank steps on its own gradients, and every few steps the ranks average their weights.
 
-So ``backward`` leaves this rank's gradient and loss, and only an average makes the weights equal. (Stich, 2018,
+So ``backward`` leaves this rank's gradient and loss, and weights differ between ranks until they are averaged. (Stich, 2018,
 https://arxiv.org/abs/1805.09767; with synchronous steps first: Lin et al., 2018, https://arxiv.org/abs/1808.07217; with an outer optimizer:
 Douillard et al., 2023, https://arxiv.org/abs/2311.08105.)
 """
@@ -46,11 +46,11 @@ class _Round:
     """The steps of one optimizer since the last average of its weights.
 
     Attributes:
-        steps: their number.
-        weight: the sum of the weights of their batches.
+        steps: the number of steps.
+        weight: the sum of the weights of the batches of these steps.
         known: the number of parameters whose values ranks have compared.
         trained: the parameters that required gradients when the round began.
-        before: their common values then, if there is an outer optimizer.
+        before: the values of these parameters when the round began, equal on all ranks; only with an outer optimizer.
         velocity: the outer optimizer's momentum.
     """
 
@@ -67,7 +67,7 @@ class _Round:
         self.before = {p: p.detach().to(_wide(p), copy=True) for p in self.trained} if outer else {}
 
     def outer_step(self, p: torch.Tensor, mean: torch.Tensor, lr: float, momentum: float) -> torch.Tensor:
-        """SGD with Nesterov momentum, as torch has it; its gradient is how far the ranks have moved ``p`` on average."""
+        """Return ``p`` after a step of SGD with Nesterov momentum, as in torch; the gradient is how far ranks moved ``p`` on average."""
         if (before := self.before.get(p)) is None:  # it was frozen when the round began
             return mean
         gradient = before - mean
@@ -76,7 +76,7 @@ class _Round:
 
 
 class LocalSGD(DDP):
-    """Averages weights every few steps of each optimizer, before evaluation and at the end; DDP while it warms up."""
+    """Averages weights every few steps of each optimizer, before evaluation and at the end. During the warmup it is DDP."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
@@ -107,7 +107,10 @@ class LocalSGD(DDP):
     # steps
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether a step of ``optimizer`` is a local one: alone, for a batch, or as a part of another step it is not, as in Lookahead."""
+        """Whether a step of ``optimizer`` counts as a local step.
+
+        A step does not count if one rank runs alone, if its optimizer belongs to a batch, or if it is a part of another step (Lookahead).
+        """
         if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
             return False
         ids = {id(p) for p in parameters_of(optimizer)} if len(around := stepping()[1:]) else set()
@@ -119,7 +122,7 @@ class LocalSGD(DDP):
             self._begin(optimizer)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Begin a round, if none is open, once the ranks have averaged what another optimizer of these parameters has left."""
+        """Begin a round of ``optimizer``, if none is open; first average open rounds of other optimizers that share parameters with it."""
         current = self._rounds.setdefault(optimizer, _Round())
         if current.steps:
             return
@@ -143,7 +146,7 @@ class LocalSGD(DDP):
             self._count(optimizer)
 
     def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
-        """A step that a ``GradScaler`` leaves out on this rank, because its own gradients overflow, counts like those of the others."""
+        """Count a step even if the ``GradScaler`` leaves it out, because the gradients overflow on this rank: other ranks may step."""
         counted = self._counted
         result = original()
         if not self._warming and counted == self._counted and self._counts(optimizer):
@@ -152,7 +155,7 @@ class LocalSGD(DDP):
         return result
 
     def _count(self, optimizer: Optimizer) -> None:
-        self._weights.note(optimizer)  # if this rank has left the step out too: the others may not have
+        self._weights.note(optimizer)  # even if this rank has left the step out: other ranks may have stepped
         current = self._rounds[optimizer]
         if not current.steps:
             self._open.append((optimizer, current))
@@ -165,7 +168,7 @@ class LocalSGD(DDP):
             self._average([(optimizer, current)])
 
     def _warm(self, optimizer: Optimizer) -> None:
-        """Count a synchronous step; an optimizer built anew continues the count of one with the same first parameter."""
+        """Count a step of the warmup. Optimizers with the same first parameter, such as one built anew, share their count."""
         first = next(parameters_of(optimizer))
         self._taken[first] = self._taken.get(first, 0) + 1
         if self._taken[first] >= self._loop.options().warmup:
@@ -177,7 +180,7 @@ class LocalSGD(DDP):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _average(self, rounds: Sequence[tuple[Optimizer, _Round]]) -> None:
-        """Average the weights of ``rounds``, each rank by the samples of its steps, and end these rounds."""
+        """Average the weights of ``rounds``, weighting each rank by the samples of its steps, and end these rounds."""
         if not rounds:
             return
         group, passes, options = self._loop.group, self._loop.passes, self._loop.options()
@@ -213,7 +216,7 @@ class LocalSGD(DDP):
             self._weights.check()
 
     def begins_pass(self, trains: bool) -> None:
-        """Evaluate with the average of the weights, and with rank 0's buffers."""
+        """Before a pass that does not train, average the weights of open rounds, and send rank 0's buffers."""
         if not trains and not is_alone():
             self._average(self._open)
         if not trains or not self._open:
@@ -235,7 +238,7 @@ class LocalSGD(DDP):
 
 
 def _wide(p: torch.Tensor) -> torch.dtype:
-    """Single precision or better."""
+    """The dtype in which ``p`` is averaged: at least single precision."""
     return torch.promote_types(p.dtype, torch.float32)
 
 
@@ -244,7 +247,7 @@ def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tuple[torch.Tensor, _Round]]]:
-    """``changed`` in groups that are sent together."""
+    """``changed`` in groups of one dtype and device, each of which is sent together."""
     alike: dict[Any, list[tuple[torch.Tensor, _Round]]] = {}
     for p, each in changed:
         alike.setdefault((_wide(p), p.device), []).append((p, each))

@@ -1,7 +1,7 @@
-"""Parameter servers: the last ranks hold the weights and step, the others, the workers, push gradients to them and pull new values.
+"""Parameter servers: the last ranks hold the weights and step; the other ranks, the workers, push gradients and pull new values.
 
-Workers talk to servers alone, each at its own pace, at most ``staleness`` steps ahead of the slowest, or with ``staleness=0`` all together;
-then they train what ``ddp`` trains. This is the side of the workers, and ``ps_server.py`` is a server. (Li et al., 2014,
+In a step, workers talk only to servers. Each worker has its own pace, at most ``staleness`` steps ahead of the slowest. With
+``staleness=0`` all workers step together, and train what ``ddp`` trains. ``ps_server.py`` is the side of the servers. (Li et al., 2014,
 https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu; stale synchronous: Ho et al., 2013.)
 """
 
@@ -44,11 +44,11 @@ from parwrap.strategies.zero1 import dealt_out
 __all__ = ["ParameterServer", "Workers", "divided"]
 
 _divisions = itertools.count()
-"""How often ranks were divided in this process. All ranks count alike."""
+"""Counts how often ranks were divided into workers and servers in this process. The count is the same on all ranks."""
 
 
 class HasResult(Protocol):
-    """A call of the function."""
+    """A call of the user's function, with its result."""
 
     result: Any
 
@@ -60,7 +60,7 @@ class Workers(Group):
     Attributes:
         connections: the connections.
         servers: the ranks of the servers.
-        call: has the result of the function, once it has ended.
+        call: the call of the user's function; it has the result once the function has ended.
     """
 
     connections: Connections = field(kw_only=True)
@@ -72,13 +72,14 @@ class Workers(Group):
 def divided(
     group: Group, options: Options, trained: Sequence[nn.Module | Optimizer], call: HasResult
 ) -> Iterator[tuple[Workers | None, Server | None]]:
-    """Divide the ranks of ``group`` inside the block: yield the open group of the workers on the first ones, a server on the others.
+    """Divide the ranks of ``group`` inside the block: yield the open group of the workers on the first ranks, a server on the others.
 
-    A server ends the block from its first backward. Then ``trained`` and ``call`` have what those of worker 0 have at its end.
+    On a server, the first backward serves the workers and then leaves the block. After that, ``trained`` and ``call.result`` are those of
+    worker 0 at its end.
 
     Args:
         group: all ranks.
-        options: the number of servers, and how far workers may be apart.
+        options: the number of servers, and how many steps workers may be apart.
         trained: the modules and optimizers that the function was called with.
         call: gets the result of the function when it has ended.
 
@@ -131,8 +132,8 @@ class _Part:
 
     Attributes:
         server: the rank of the server.
-        parameters: these parameters.
-        layout: their places in buffers.
+        parameters: the parameters.
+        layout: the places of the parameters in buffers.
         values: the values that were pulled last, in one buffer.
         known: views of ``values``, one for each parameter.
     """
@@ -169,7 +170,7 @@ class ParameterServer(Strategy):
         self._failed: set[int] = set()
 
     def backward(self, call: Backward) -> None:
-        """Run ``call``: its gradients are this worker's. Servers get new optimizers before, when every worker has initialized weights."""
+        """Run ``call``, whose gradients stay on this worker; before that, send new optimizers to the servers."""
         if is_alone():
             raise refuse_alone()
         loop = self._loop
@@ -188,7 +189,7 @@ class ParameterServer(Strategy):
         self._trained = True
 
     def _mean(self, loss: torch.Tensor) -> float:
-        """The mean over the workers, which step together and may decide on it."""
+        """The mean of ``loss`` over the workers, which step together: a script may decide on the loss, and must decide alike on all."""
         total = loss.reshape(1).to("cpu", torch.float64)
         with self._group.control_message("the loss of a step"):
             dist.all_reduce(total, group=self._group.control)
@@ -197,7 +198,7 @@ class ParameterServer(Strategy):
     # new optimizers
 
     def _register(self) -> None:
-        """Send new optimizers, and those with new parameters, to the servers, once all workers are here."""
+        """Send new optimizers, and optimizers with new parameters, to the servers, once all workers have reached this point."""
         optimizers = self._loop.optimizers
         if not optimizers.all():
             raise UsageError(
@@ -220,7 +221,7 @@ class ParameterServer(Strategy):
         self._generation = optimizers.generation
 
     def _drop_unused(self) -> None:
-        """Drop optimizers that no worker has any more: Python may collect one with a scheduler later on one worker than on another."""
+        """Drop optimizers that no worker has any more. Workers ask each other, because Python may collect an optimizer later on one."""
         alive = {self._numbers[each] for each in self._loop.optimizers.all() if each in self._numbers}
         on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
         with self._group.control_message("optimizers that are still used"):
@@ -232,7 +233,7 @@ class ParameterServer(Strategy):
         return sum(len(part.parameters) for part in self._parts.get(self._numbers.get(optimizer, -1), ()))
 
     def _lay_out(self, optimizer: Optimizer) -> None:
-        """Deal new parameters out to the servers; all workers do it alike."""
+        """Assign new parameters to the servers. All workers compute the same assignment."""
         if optimizer not in self._numbers:
             self._numbers[optimizer] = self._registered
             self._registered += 1
@@ -265,7 +266,7 @@ class ParameterServer(Strategy):
             self._ask(part.server, Message(Kind.BEGIN, self._numbers[optimizer], pickle.dumps(begun), part.values))
 
     def _options_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The options of its groups, with the learning rates of this number of workers."""
+        """The options of the optimizer's groups, with learning rates scaled for this number of workers."""
         factor = self._loop.options().lr_factor(self._group.world.size)
         groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         return groups if factor == 1.0 else [{**each, "lr": each["lr"] * factor} if "lr" in each else each for each in groups]
@@ -273,7 +274,7 @@ class ParameterServer(Strategy):
     # steps
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Let the servers step with this worker's gradients, and take the new values."""
+        """Let the servers step with this worker's gradients, and take the new values. Returns whether they did."""
         if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
             return False
         number = self._numbers.get(optimizer)
@@ -332,7 +333,7 @@ class ParameterServer(Strategy):
 
     @torch.no_grad()
     def _take(self, part: _Part, unseen: bool = False) -> None:
-        """Write the pulled values into the parameters; ``unseen`` by autograd, inside a backward."""
+        """Write the pulled values into the parameters; if ``unseen``, through ``.data``, so that autograd does not see it."""
         self._note(part)
         for p, known in zip(part.parameters, part.known, strict=True):
             (p.data if unseen else p).copy_(known)
@@ -344,7 +345,7 @@ class ParameterServer(Strategy):
             self._ask(part.server, Message(Kind.SET, number, pickle.dumps(changed), part.layout.filled(part.parameters)))
 
     def _pull_all(self, kind: str, unseen: bool = False, about: object = None) -> None:
-        """All workers meet and get the same values; until then no worker steps."""
+        """Wait for all workers, then pull all values. Workers get the same values, because none steps before all have pulled."""
         for number, part in self._all_parts():
             self._push_changes(number, part)
         self._meet(kind, about)
@@ -410,7 +411,7 @@ class ParameterServer(Strategy):
                 self._evaluate()
 
     def _evaluate(self) -> None:
-        """All workers evaluate the same weights."""
+        """Give all workers the same weights before they evaluate."""
         if self._trained:
             self._trained = False
             self._pull_all("an evaluation")
@@ -420,7 +421,7 @@ class ParameterServer(Strategy):
         return rank_zeros(self._group, metric)
 
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state that the servers have."""
+        """Return the state dict with the state that the servers have."""
         if optimizer not in self._numbers:
             return original()
         set_state(optimizer, self._state(optimizer))
@@ -460,7 +461,7 @@ class ParameterServer(Strategy):
     # the end
 
     def end(self) -> None:
-        """Every worker ends with the same weights, and its optimizers with their state."""
+        """Give every worker the same final weights, and its optimizers the state that the servers have."""
         self._pull_all("the end of training")
         for optimizer in self._numbers:
             set_state(optimizer, self._state(optimizer))
@@ -468,7 +469,7 @@ class ParameterServer(Strategy):
         self._last = Message(Kind.END)
 
     def make_whole(self) -> None:
-        """Worker 0 sends the servers what they return, and the modules and optimizers that the function was called with."""
+        """On worker 0, prepare the last message to the servers: the result, and the state of the function's modules and optimizers."""
         if self._group.world.rank == 0:
             states = [each.state_dict() for each in self._first]
             self._last = Message(Kind.END, content=_pickled(states, self._group.call.result))
@@ -480,7 +481,7 @@ class ParameterServer(Strategy):
             last = last._replace(content=(in_one_line(error) if not isinstance(error, LockstepError) else str(error)).encode())
         for server in self._group.servers:
             if server not in self._failed:
-                with suppress(RuntimeError):  # it has ended
+                with suppress(RuntimeError):  # the server has ended
                     self._group.connections.send(server, last)
         self._parts.clear()
 

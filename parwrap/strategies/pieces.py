@@ -1,7 +1,7 @@
-"""Outputs that stay on the devices of their replicas: a tensor in pieces, from which losses are computed where the pieces are.
+"""Outputs that stay on the devices of their replicas: a tensor in pieces. Losses are computed on the device of each piece.
 
-Any other operation uses the whole tensor, which is joined on the first device at its first use. From then on losses use the whole tensor
-too, because it may have changed. So results are always those of one device.
+Any other operation uses the whole tensor, which is joined on the first device when it is first used. From then on losses use the whole
+tensor too, because it may have changed. So results are always those of a model on one device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pieces(torch.Tensor):
     """A tensor whose rows are on several devices.
 
     Args:
-        pieces: its rows, in order.
+        pieces: parts of the tensor, each with some of its rows, in order.
 
     >>> halves = Pieces([torch.zeros(2, 3), torch.ones(2, 3)])
     >>> halves.shape, halves.is_in_pieces
@@ -48,7 +48,7 @@ class Pieces(torch.Tensor):
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether losses may still use the pieces: the whole tensor has not been used yet."""
+        """Whether losses may still use the pieces, because the whole tensor has not been used yet."""
         return self._whole is None and not self._only_it_has_gradients
 
     @property
@@ -61,19 +61,19 @@ class Pieces(torch.Tensor):
         return [len(piece) for piece in self.pieces]
 
     def fits(self, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> bool:
-        """Whether it is still in pieces, of these ``sizes`` and on these ``devices``."""
+        """Whether this tensor is still in pieces, of these ``sizes`` and on these ``devices``."""
         on = [piece.device for piece in self.pieces]
         return self.is_in_pieces and self.sizes == list(sizes) and on == list(devices or on)
 
     def taken(self) -> tuple[torch.Tensor, ...]:
-        """The pieces, for an operation whose gradients go to them and not to the whole."""
+        """The pieces, for an operation whose gradients go to the pieces and not to this tensor."""
         self._was_taken = True
         return self.pieces
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on the first device."""
         if self._whole is None:
-            # in the modes that the model ran in: the first use may be under no_grad
+            # join in the modes in which the model ran, because the first use may be under no_grad
             with torch.inference_mode(self.pieces[0].is_inference()), torch.set_grad_enabled(self.requires_grad):
                 self._whole = _Whole.apply(self) if self._only_it_has_gradients else in_whole(self.pieces)
         return self._whole
@@ -105,7 +105,7 @@ class Pieces(torch.Tensor):
 
 
 class _Joined(torch.autograd.Function):
-    """Makes the tensor and sends its gradients to the pieces, for operations that bypass ``__torch_function__``: autograd functions."""
+    """Makes the tensor of the pieces. Its gradient goes to the pieces, for autograd functions, which bypass ``__torch_function__``."""
 
     @staticmethod
     def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Joins pieces whose graph only the whole tensor has: the output of an autograd function, such as a checkpoint, which hides them."""
+    """Joins pieces that have no graph themselves: an autograd function, such as a checkpoint, returned the tensor and hides their graph."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:
@@ -139,12 +139,12 @@ _WATCHES_GRADIENTS = {torch.Tensor.retain_grad, torch.Tensor.register_hook}
 
 
 def whole(leaf: Any) -> Any:
-    """``leaf``, or the whole tensor if it is in pieces."""
+    """``leaf``, or the whole tensor if ``leaf`` is a tensor in pieces."""
     return leaf.whole() if isinstance(leaf, Pieces) else leaf
 
 
 def in_whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all ``parts`` on the device of the first."""
+    """The rows of all ``parts`` in one tensor, on the device of the first part."""
     return torch.cat([part.to(parts[0].device) for part in parts])
 
 
@@ -152,7 +152,7 @@ def in_whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """A loss that is the mean or the sum over all elements, or one number for each; ``None`` if it needs the whole tensor."""
+    """Compute an elementwise loss piece by piece; return ``None`` if it needs the whole tensor."""
     input, target = given["input"], given["target"]
     if not _plain(given) or input.shape != target.shape or not input.dim():
         return None
@@ -167,7 +167,10 @@ def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor
 
 
 def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """A loss whose mean is over the labels that are not ignored, weighted by class; ``None`` if it needs the whole tensor."""
+    """Compute a classification loss piece by piece: its mean is over labels that are not ignored, weighted by class.
+
+    Return ``None`` if it needs the whole tensor.
+    """
     input, target, weight = given["input"], given["target"], given.get("weight")
     if not _plain(given, "weight") or input.dim() < 2 or not target.dim() or len(target) != len(input) or isinstance(weight, Pieces):
         return None
@@ -185,7 +188,7 @@ def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor |
 
 
 def _count(piece: torch.Tensor, label: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
-    """The divisor of a piece's summed losses for their mean."""
+    """The number by which to divide the summed losses of a piece to get their mean."""
     if label.is_floating_point():  # probabilities of classes
         return torch.tensor(piece.numel() / piece.size(1), device=piece.device)
     counts = label != ignored
@@ -204,7 +207,7 @@ _LOSSES: dict[Callable, Callable[[Callable, dict[str, Any]], torch.Tensor | None
 
 
 def _plain(given: dict[str, Any], *taken: str) -> bool:
-    """Whether a loss can be computed piece by piece: its target fits the pieces, and no other argument would have to be cut."""
+    """Whether a loss can be computed piece by piece: its target fits, and it has no weights or old arguments but those ``taken``."""
     input, target = given["input"], given["target"]
     if not isinstance(input, Pieces) or given.get("reduction", "mean") not in ("mean", "sum", "none"):
         return False

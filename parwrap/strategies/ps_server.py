@@ -1,7 +1,7 @@
 """A parameter server: it holds weights and the state of optimizers, and steps with the gradients that workers push.
 
-A worker asks, the server answers; one thread for each worker does that, and one at a time steps. The server's process runs the script up to
-its first backward, so that it knows the classes of the script's optimizers. ``parameter_server.py`` is the side of the workers.
+A worker asks, and the server answers, in one thread for each worker; only one thread steps at a time. The server's process runs the script
+up to the first backward, so that it knows the classes of the script's optimizers. ``parameter_server.py`` is the side of the workers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ALIGNED = 16
 
 
 class Kind(IntEnum):
-    """What a worker asks for. An answer repeats it, or is ``FAILED`` with a text."""
+    """What a worker asks for. An answer has the same kind, or is ``FAILED`` with a text."""
 
     FAILED = 0
-    """The worker, or in an answer anyone, has ended with an error, whose text is the content."""
+    """The worker has ended with an error; in an answer, the server or any worker has. The content is the error's text."""
     BEGIN = 1
     """An optimizer and its parameters, to step from now on."""
     PUSH = 2
@@ -45,22 +45,22 @@ class Kind(IntEnum):
     SET = 3
     """Values that the script has changed by hand."""
     PULL = 4
-    """The present values."""
+    """A request for the present values."""
     STATE = 5
-    """The state of the optimizer for the parameters here."""
+    """A request for the optimizer's state for the parameters of this server."""
     LOAD = 6
-    """A state to continue from."""
+    """A state from which the optimizer continues."""
     END = 7
-    """The worker has ended; that of worker 0 has the result for the servers."""
+    """The worker has ended; the message of worker 0 has the result for the servers."""
 
 
 class Message(NamedTuple):
     """A message between a worker and a server.
 
     Attributes:
-        kind: what it asks for.
+        kind: what the worker asks for.
         optimizer: the number of the optimizer.
-        content: an object, pickled; empty for none.
+        content: a pickled object or a text; empty if there is none.
         values: a buffer of values or gradients.
     """
 
@@ -71,7 +71,7 @@ class Message(NamedTuple):
 
 
 class Connections:
-    """Messages between workers and servers.
+    """Sends and receives messages between workers and servers.
 
     Args:
         process_group: a gloo group of all ranks, which nothing else uses.
@@ -91,10 +91,10 @@ class Connections:
             work.wait()
 
     def receive(self, rank: int, into: torch.Tensor | None = None) -> Message:
-        """The next message of ``rank``, with its values in the buffer ``into``, or in a new one.
+        """Receive the next message of ``rank``, with its values in the buffer ``into``, or in a new buffer.
 
         Raises:
-            RuntimeError: the process has ended.
+            RuntimeError: the process of ``rank`` has ended.
         """
         head = torch.empty(4, dtype=torch.int64)
         self._group.recv([head], rank, 0).wait()
@@ -140,14 +140,14 @@ class Layout:
 
 
 class Begun(NamedTuple):
-    """An optimizer that servers step from now on.
+    """The content of a ``BEGIN`` message: an optimizer that servers step from now on.
 
     Attributes:
         optimizer: the optimizer, :func:`packed`.
         kinds: the shape, dtype and kind of device of each of its parameters.
-        keys: the number of each parameter, the same in all optimizers that have it.
-        holders: the server that holds each parameter, counted among the servers.
-        options: the options of its groups.
+        keys: the number of each parameter; a parameter has the same number in all optimizers.
+        holders: the index of the server that holds each parameter; the first server is 0.
+        options: the options of the optimizer's groups.
         alive: the numbers of all optimizers that are still used.
     """
 
@@ -160,10 +160,10 @@ class Begun(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """What a worker pushes besides the buffer of dense gradients.
+    """The content of a ``PUSH`` message, besides the buffer of dense gradients.
 
     Attributes:
-        dense: the places of the parameters that have one, among those of the server.
+        dense: the places of the parameters with a dense gradient, among the server's parameters of the optimizer.
         sparse: the indices, values and shapes of sparse gradients, by place.
         options: the options of the optimizer's groups.
     """
@@ -173,14 +173,14 @@ class Pushed(NamedTuple):
     options: list[dict[str, Any]]
 
 
-# optimizers on their way: the script's own object, with other tensors in place of its parameters
+# sending optimizers: the script's object, with other tensors in place of its parameters
 
 
 def packed(optimizer: Optimizer) -> bytes:
     """Pickle ``optimizer`` without its parameters' values, its hooks, and the wrappers that schedulers put around its step.
 
     Raises:
-        Exception: whatever pickle raises for an object in it that it cannot pickle, such as a local class or a lambda.
+        Exception: the error of pickle for an object that cannot be pickled, such as a lambda in an attribute.
     """
     place_of = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
 
@@ -206,13 +206,13 @@ def _unpacked(sent: bytes, parameters: Sequence[torch.Tensor]) -> Optimizer:
 
 
 def state_of(optimizer: Optimizer, places: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-    """The state of ``optimizer`` for the parameters at ``places``, by place; for all by default."""
+    """The state of ``optimizer`` for the parameters at ``places``, by place; by default for all parameters."""
     states = {place: optimizer.state.get(p) for place, p in enumerate(parameters_of(optimizer))}
     return {place: state for place, state in states.items() if state and (places is None or place in places)}
 
 
 def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Sequence[int] | None = None) -> None:
-    """Make ``optimizer`` continue from ``state`` for the parameters at ``places``; for all by default."""
+    """Make ``optimizer`` continue from ``state`` for the parameters at ``places``; by default for all parameters."""
     for place, p in enumerate(parameters_of(optimizer)):
         if places is None or place in places:
             optimizer.state.pop(p, None)
@@ -221,7 +221,7 @@ def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Se
 
 
 def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
-    """Counters stay on the CPU."""
+    """``value`` on the device of ``parameter``; scalars, such as counters, stay on the CPU."""
     return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
@@ -229,7 +229,7 @@ class _Held:
     """The part of an optimizer that a server holds.
 
     Args:
-        optimizer: the script's optimizer, in which parameters of other servers are empty.
+        optimizer: the script's optimizer, in which the parameters of other servers are empty.
         places: the places of the server's own parameters.
     """
 
@@ -282,7 +282,7 @@ class _Held:
 
 @contextmanager
 def _unobserved() -> Iterator[None]:
-    """Global optimizer hooks are off while the server steps: they count the steps of its own script, which takes none."""
+    """Turn global optimizer hooks off inside the block, where the server steps: they are for steps of the script."""
     hooks = (global_pre_hooks, global_post_hooks)
     before = [dict(each) for each in hooks]
     for each in hooks:
@@ -298,12 +298,12 @@ def _unobserved() -> Iterator[None]:
 
 
 def may_step(steps: Mapping[int, int], worker: int, staleness: int | None) -> bool:
-    """Whether it is the turn of ``worker``.
+    """Whether ``worker`` may take the step that it has asked for.
 
     Args:
-        steps: the number of steps that each worker has asked for, of those that have not ended.
-        worker: one of them.
-        staleness: how many steps it may be ahead of the slowest; ``None`` for any number.
+        steps: the number of steps that each worker has asked for, without workers that have ended.
+        worker: the number of the worker.
+        staleness: how many steps a worker may be ahead of the slowest; ``None`` for any number.
 
     >>> [may_step({0: asked, 1: 3}, 0, staleness=2) for asked in (4, 5, 6)]
     [True, True, False]
@@ -316,17 +316,17 @@ class Served(BaseException):
 
 
 class Server(Interceptor):
-    """Serves the workers from its own first backward on.
+    """Serves the workers when the script's first backward runs on this rank.
 
     Args:
         connections: the connections to the workers.
-        workers: their number; they are the first ranks.
+        workers: the number of workers, which are the first ranks.
         rank: this rank.
-        staleness: how many steps a worker may be ahead of the slowest; 0: they step together; ``None``: each at its own pace.
+        staleness: how many steps a worker may be ahead of the slowest. With 0 workers step together, with ``None`` each at its own pace.
         device: the device for parameters that are not on the CPU of workers.
 
     Attributes:
-        result: what worker 0 sends at its end, pickled.
+        result: the pickled content of the last message of worker 0.
     """
 
     def __init__(self, connections: Connections, workers: int, rank: int, staleness: int | None, device: torch.device) -> None:
@@ -349,7 +349,7 @@ class Server(Interceptor):
 
         Raises:
             LockstepError: a worker has failed.
-            Exception: what a step of the script's optimizer has raised.
+            Exception: a step of the script's optimizer has raised.
         """
         threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in range(self._workers)]
         for thread in threads:
@@ -360,7 +360,7 @@ class Server(Interceptor):
             raise self._error
 
     def _serve(self, worker: int) -> None:
-        """Answer ``worker`` until it ends; after a failure of anyone, with that failure."""
+        """Answer ``worker`` until it ends. If the server or any worker has failed, the answer is that failure."""
         while True:
             try:
                 message = self._connections.receive(worker)
@@ -377,15 +377,15 @@ class Server(Interceptor):
                 if not isinstance(self._error, LockstepError):
                     text = f"rank {self._rank}, a parameter server, has failed with {in_one_line(self._error)}."
                 answer = Message(Kind.FAILED, content=text.encode())
-            if message.kind in (Kind.END, Kind.FAILED):  # it waits for no answer
+            if message.kind in (Kind.END, Kind.FAILED):  # the worker waits for no answer
                 return
-            with suppress(RuntimeError):  # it has ended, which the next turn finds
+            with suppress(RuntimeError):  # the worker has ended, which the next receive finds
                 self._connections.send(worker, answer)
             if answer.kind is Kind.FAILED:
                 return
 
     def _handled(self, worker: int, message: Message) -> Message:
-        """Do what ``message`` asks for; return the answer."""
+        """Do what ``message`` asks for, and return the answer."""
         number, answer = message.optimizer, Message(message.kind)
         if message.kind is Kind.END:
             self.result = message.content or self.result
@@ -414,7 +414,7 @@ class Server(Interceptor):
         return answer
 
     def _push(self, worker: int, message: Message) -> None:
-        """Step when it is the turn of ``worker``."""
+        """Wait until ``worker`` may step, then step with its gradients."""
         self._steps[worker] += 1
         if self._staleness == 0:
             self._push_together(worker, message)
@@ -443,7 +443,7 @@ class Server(Interceptor):
             raise self._error
 
     def _begin(self, number: int, begun: Begun, values: torch.Tensor) -> None:
-        """Hold this server's part of an optimizer; parameters that it holds already keep their values."""
+        """Hold this server's part of a new optimizer. Parameters that the server holds already keep their values."""
         own = [place for place, holder in enumerate(begun.holders) if holder == self._rank - self._workers]
         sent = Layout([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in (begun.kinds[place] for place in own)])
         parameters = [nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False) for _, dtype, _ in begun.kinds]

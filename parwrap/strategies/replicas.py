@@ -1,11 +1,11 @@
-"""Replicas of a module on several devices of one process: the copies, and the threads in which they run at the same time.
+"""Replicas of a module on several devices of one process: makes the copies, and runs replicas at the same time in threads.
 
-The first replica is the module itself, so the running statistics of its batch norms are the module's own. The others are copies whose
-gradients flow back to its parameters; what a forward changes in them is lost. (``torch.nn.parallel.replicate`` needs different GPUs, and
-gives unused parameters a gradient of zeros.)
+The first replica is the module itself, so the running statistics of its batch norms stay up to date. The other replicas are copies, whose
+gradients flow back to the module's parameters; changes that a forward makes in a copy are lost. (``torch.nn.parallel.replicate`` needs
+different GPUs, and gives unused parameters a gradient of zeros.)
 
-Replicas may compute something together in a forward, as synchronized batch norms do. None waits for one that has failed or finished.
-Replicas on the same device take turns, because they share its random stream, and a checkpoint must be able to restore its state.
+Replicas may compute something together in a forward, as synchronized batch norms do. No replica waits for a failed or finished one.
+Replicas on the same device take turns: they share its random stream, whose state a checkpoint must be able to restore.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
 
 
 class _Copies(torch.autograd.Function):
-    """Copies of tensors on each of several devices, one device after the other. A tensor whose copies get no gradient gets none."""
+    """Copies tensors to several devices, and returns the copies device by device. A tensor whose copies get no gradient gets none."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -124,11 +124,11 @@ def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.
 
 
 _OWN = {*vars(nn.Module()), IS_REPLICA, FLAT_WEIGHTS}
-"""Attributes that a copy gets in another way, or shares with the original."""
+"""Names of attributes that are not copied like the others: :func:`_copy` or ``shallow_replica`` sets them."""
 
 
 def _exchanged(value: Any, known: dict[int, Any], device: torch.device) -> Any:
-    """The value of an attribute in a copy: references to the original's modules and tensors become references to the copy's."""
+    """Return the copy's value of an attribute: references to the original's modules and tensors become references to the copies."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, torch.Tensor):
@@ -177,12 +177,12 @@ def undivided() -> Iterator[None]:
 def run_together(
     devices: Sequence[torch.device], calls: Sequence[Callable[[], Any]], modules: Sequence[nn.Module | None] | None = None
 ) -> list[Any]:
-    """Run each of ``calls`` in a thread with the modes of the calling thread, and return the results.
+    """Run each of ``calls`` in a separate thread with the modes of the calling thread, and return the results.
 
     Args:
         devices: the device of each call.
         calls: the functions to run.
-        modules: the module of each call, for replicas that compute together.
+        modules: the module of each call, to name layers in which replicas compute together.
 
     Raises:
         BaseException: the error of the failed replica with the lowest number.
@@ -221,9 +221,9 @@ class Replica:
     """One of several running replicas.
 
     Attributes:
-        index: its number, from 0.
-        device: its device.
-        module: its module.
+        index: the number of the replica, from 0.
+        device: the device of the replica.
+        module: the module that it runs, if known.
     """
 
     def __init__(self, team: _Team, index: int, module: nn.Module | None) -> None:
@@ -231,7 +231,7 @@ class Replica:
         self._team, self._met = team, 0
 
     def together(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas, and return ``merge`` of their values in the order of the replicas.
+        """Wait for all replicas, and return ``merge(values)``, with their values in the order of the replicas.
 
         Args:
             what: the name of what is computed together, the same in all replicas.
@@ -249,7 +249,7 @@ class Replica:
 
 
 class _Abandoned(Exception):
-    """Raised in a replica that waits for one that has failed; never shown."""
+    """Raised in a replica that waits for the others when one of these has failed; never shown."""
 
 
 class _Meeting:
@@ -297,13 +297,13 @@ class _Team:
             self._end_turn(replica)
 
     def stop(self) -> None:
-        """Wake all replicas that wait, and let none wait from now on."""
+        """Wake all waiting replicas, and let no replica wait from now on."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     def _take_turn(self, replica: Replica) -> None:
-        """Wait until no other replica runs on this device, and the replicas before this one there have begun."""
+        """Wait until no other replica runs on this device, and all replicas with lower numbers on this device have begun."""
         before = {index for index in range(replica.index) if self.devices[index] == replica.device}
         with self._changed:
             self._changed.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
@@ -317,7 +317,7 @@ class _Team:
             self._changed.notify_all()
 
     def meet(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas at their meeting of this ``number``; see :meth:`Replica.together`."""
+        """Wait for all replicas at the meeting with this ``number``; see :meth:`Replica.together`."""
         with self._changed:
             if len(self._meetings) == number:
                 self._meetings.append(_Meeting())

@@ -1,6 +1,6 @@
 """What a strategy is: an interceptor that decides how ranks train together.
 
-A strategy is asked to act, never asked what it is. Each has its own file.
+Callers tell a strategy to act, and never ask which strategy it is. Each strategy has its own file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Loop", "Strategy", "refuse_one_vector"]
 
 @dataclass(frozen=True)
 class Loop:
-    """What the running loop has done so far, and what checks it, for strategies.
+    """What strategies use of the running loop: its process group, its state and its checks.
 
     Attributes:
         group: the process group.
@@ -40,9 +40,9 @@ class Loop:
         optimizers: the optimizers of the script.
         modules: the modules of the script.
         losses: the scalars that backwards are called on.
-        divisors: the cross entropies of a global batch.
-        same_step: the check of lockstep.
-        say: prints a line on rank 0.
+        divisors: weighs the cross entropies of a global batch.
+        same_step: checks that all ranks are at the same step.
+        say: a function that prints a line on rank 0.
     """
 
     group: Group
@@ -57,7 +57,7 @@ class Loop:
 
 
 def refuse_one_vector(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse an optimizer that has no state of a single parameter.
+    """Refuse an optimizer that keeps one state for all parameters together, which cannot be sharded.
 
     Raises:
         UsageError: ``optimizer`` is an LBFGS.
@@ -73,7 +73,7 @@ class Strategy(Interceptor):
     """How the ranks of a loop train together.
 
     Args:
-        loop: what the loop has done so far.
+        loop: the state of the running loop.
 
     Attributes:
         together: whether ranks end together, because they train one model.
@@ -90,25 +90,25 @@ class Strategy(Interceptor):
         return self._loop
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
+        """A context manager: inside the block, each rank adds up its gradients; the first backward after the block averages the sums."""
         return nullcontext()
 
     def begins_pass(self, trains: bool) -> None:
-        """A pass over a loader begins."""
+        """Called when a pass over a loader begins; ``trains`` says whether it is a training pass."""
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average the gradients of ``parameters`` over the ranks now, outside of a backward."""
 
     def end(self) -> None:
-        """The function has ended on this rank without an error: compare with the others a last time."""
+        """Compare with the other ranks a last time; called when the function has ended on this rank without an error."""
 
     def make_whole(self) -> None:
-        """The function returns to its caller, who may use what it has trained: give this rank the whole of what it held in shards."""
+        """Gather what this rank holds in shards; called before the function returns, because its caller may use the trained model."""
 
     def close(self) -> None:
         """Release the script's parameters."""
 
     def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
-        """The script wants several devices in this process: it gets the device of this rank."""
+        """Build the script's ``nn.DataParallel`` with the device of this rank alone."""
         device = self._loop.group.device
         build([device.index or 0] if device.type == "cuda" else None)

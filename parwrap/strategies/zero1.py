@@ -1,7 +1,7 @@
-"""ZeRO stage 1: all ranks average gradients as in DDP; each steps the parameters whose optimizer state it holds, and sends them to all.
+"""ZeRO stage 1: ranks average gradients as in DDP; each rank steps the parameters whose optimizer state it holds, and broadcasts them.
 
-The optimizer stays the script's object with all of its groups. A step leaves out parameters without a gradient, so during a step a rank
-hides the gradients of the parameters that others step. (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054;
+The optimizer stays the script's object with all groups. A step leaves out parameters without a gradient, so during a step each rank
+hides the gradients of the parameters that other ranks step. (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054;
 ``torch.distributed.optim.ZeroRedundancyOptimizer``.)
 """
 
@@ -34,7 +34,7 @@ BUCKET = 2**20
 """The number of elements that are sent at a time."""
 
 HOOK = -1
-"""The number of our hooks on an optimizer; torch counts those of the script from 0."""
+"""The key of parwrap's hooks on an optimizer; torch numbers the script's hooks from 0."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Step:
 
     Attributes:
         optimizer: the optimizer that steps.
-        place: its line.
+        place: the line that called the step.
         hidden: the parameters that other ranks step, with their gradients.
     """
 
@@ -77,7 +77,7 @@ class Zero1(DDP):
             refuse_one_vector(optimizer, "zero1")
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` steps as on one process."""
+        """Whether ``optimizer`` steps all parameters on this rank, as in one process."""
         return is_alone() or self._loop.optimizers.is_of_batch(optimizer)
 
     def _shards_of(self, optimizer: Optimizer) -> _Shards:
@@ -97,14 +97,14 @@ class Zero1(DDP):
         if self._is_whole(optimizer):
             return
         self._shards_of(optimizer)
-        # inside the script's own hooks: one before the step sees all gradients, one after it all weights, for example for a moving average
+        # these run between the script's hooks: a script's pre-hook sees all gradients, its post-hook all weights, as for a moving average
         before, after = step_hooks(optimizer)
         before[HOOK], after[HOOK] = self._begin, self._exchange
         before.move_to_end(HOOK)
         after.move_to_end(HOOK, last=False)
 
     def _begin(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Hide the gradients of parameters that others step: now, or whenever the closure has computed them."""
+        """Hide the gradients of parameters that other ranks step: now, or with a closure each time the closure has computed gradients."""
         step, shards = _Step(optimizer, script_place()), self._shards[optimizer]
         self._steps.append(step)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -126,7 +126,7 @@ class Zero1(DDP):
         return ((args[0], then_hide, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_hide})
 
     def _exchange(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        """Send the parameters stepped here, and receive those stepped elsewhere."""
+        """Show the hidden gradients again, and exchange the stepped parameters with the other ranks."""
         self._steps.pop().show()
         self._shards[optimizer].send()
 
@@ -136,12 +136,12 @@ class Zero1(DDP):
         super().stepped(optimizer)
 
     def backward(self, call: Backward) -> None:
-        if self._steps:  # that of a closure runs inside a step
+        if self._steps:  # the backward of a closure runs inside a step
             self._refuse_after_failure(stepping())
         super().backward(call)
 
     def _refuse_after_failure(self, running: Sequence[Optimizer]) -> None:
-        """Refuse to go on after a step that has raised, as none of those ``running``: the other ranks wait for its weights."""
+        """Refuse to go on after a step that has raised: a step that has begun, but whose optimizer is not ``running`` any more."""
         for step in self._steps:
             if all(each is not step.optimizer for each in running):
                 raise LockstepError(
@@ -152,7 +152,7 @@ class Zero1(DDP):
     # state
 
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state of one process, on every rank."""
+        """Return the whole state on every rank, as one process would have it."""
         if is_alone():
             raise UsageError(
                 f"{script_place()} asks for {type(optimizer).__name__}.state_dict(), which needs all ranks with strategy='zero1', because "
@@ -163,11 +163,11 @@ class Zero1(DDP):
         return state if self._is_whole(optimizer) else self._shards_of(optimizer).whole(state)
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-        """Load this rank's part of the state of one process."""
+        """Load this rank's part of ``state``, which is a whole state dict."""
         original(state if self._is_whole(optimizer) else self._shards_of(optimizer).own(state))
 
     def make_whole(self) -> None:
-        """Give every rank the whole state of the optimizers that all ranks still hold."""
+        """Give every rank the whole states of those optimizers that all ranks still hold."""
         group, optimizers = self._loop.group, [each() for each in self._sharded]
         held = torch.tensor([each is not None for each in optimizers], dtype=torch.int64)
         with group.control_message("optimizers that are still used"):
@@ -190,7 +190,7 @@ def _unhook(optimizer: Optimizer) -> None:
 
 
 def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Assign each parameter to a rank: the largest first, to the rank that has the least, as ``ZeroRedundancyOptimizer`` does.
+    """Return a rank for each parameter: the largest first, to the rank with the fewest elements, as ``ZeroRedundancyOptimizer`` does.
 
     Args:
         sizes: the number of elements of each parameter.
@@ -220,7 +220,10 @@ class _Shards:
         return optimizer
 
     def deal(self) -> None:
-        """Deal out new parameters, group by group, so that a copy of the optimizer is dealt out alike; drop the state of others'."""
+        """Assign new parameters to ranks, group by group, and drop the state of parameters that other ranks step.
+
+        A copy of the optimizer gets the same assignment.
+        """
         groups = [[p for p in group["params"] if p not in self._owners] for group in self._optimizer.param_groups]
         if not any(groups):
             return
@@ -241,7 +244,7 @@ class _Shards:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Send the owners' values to every rank."""
+        """Broadcast each trained parameter from the rank that steps it."""
         rank = self._group.world.rank
         trained = [p for p in parameters_of(self._optimizer) if p.requires_grad or p.grad is not None]
         with self._group.control_message("sending the weights of a step"):
@@ -254,9 +257,9 @@ class _Shards:
                             p.copy_(values.view_as(p))
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's state dict merged with those of all ranks, on the CPU."""
+        """``state``, this rank's state dict, merged with those of the other ranks, on the CPU."""
         merged = _arrived(self._gathered(state["state"]), torch.device("cpu"))
-        others = {key: each for key, each in state["state"].items() if key not in range(len(self._owners))}  # of no parameter
+        others = {key: each for key, each in state["state"].items() if key not in range(len(self._owners))}  # entries of no parameter
         return {**state, "state": {**others, **merged}}
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +269,7 @@ class _Shards:
         return {**state, "state": {key: each for key, each in state["state"].items() if key not in others}}
 
     def join(self) -> None:
-        """Give every rank the whole state."""
+        """Put the whole state of all ranks into this rank's optimizer."""
         self.deal()
         parameters, state = list(parameters_of(self._optimizer)), self._optimizer.state
         gathered = self._gathered({place: state[p] for place, p in enumerate(parameters) if p in state})
@@ -276,7 +279,7 @@ class _Shards:
                 state[p] = mine if self._owners[p] == self._group.world.rank else _arrived(gathered[place], p.device)
 
     def _gathered(self, states: dict[Any, Any]) -> dict[int, Any]:
-        """The ``states`` of all parameters, by their places, from the ranks that hold them."""
+        """Gather the states of all parameters, by their places; each rank sends those of ``states`` that it holds."""
         rank = self._group.world.rank
         mine = {
             place: _sent(states[place])
@@ -291,7 +294,7 @@ class _Shards:
 
 
 def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """``parameters`` in groups of one dtype and device, each of about one bucket; a larger parameter is alone."""
+    """``parameters`` in buckets of one dtype and device; a parameter that is larger than a bucket has one to itself."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
         if p.numel() >= BUCKET:
@@ -305,7 +308,7 @@ def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 
 
 class _FromGpu:
-    """A tensor on its way between two GPUs; others, such as Adam's count of steps, stay on the CPU."""
+    """A tensor from a GPU, sent through the CPU. Tensors that are on the CPU, such as Adam's count of steps, are not wrapped."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.cpu()
