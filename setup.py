@@ -20,6 +20,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.13", "wrapt>=2.5", "numpy"],
     extras_require={
+        "report": ["matplotlib"],
         "test": [
             "pytest>=8.1",
             "pytest-xdist",

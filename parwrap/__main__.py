@@ -14,6 +14,7 @@ usage: parwrap COMMAND ...
   parwrap run [options] train.py [its options]   run a plain training script on several ranks
   parwrap explain [options] train.py [...]       run it, and say what parwrap did at each line
   parwrap verify [options] train.py [...]        compare it, step by step, with one process
+  parwrap scaling [options] train.py [...]       time it on more and more ranks
   parwrap doctor [options]                       show what works here, and each problem with its remedy
 
 `parwrap COMMAND --help` lists the options of a command, and `parwrap --version` prints the version.
@@ -45,6 +46,10 @@ def main() -> int:
         from parwrap.insight.verify import main as verify
 
         return verify(sys.argv[2:])
+    elif command == "scaling":
+        from parwrap.insight.scaling import main as scaling
+
+        return scaling(sys.argv[2:])
     elif command == "doctor":
         from parwrap.doctor.__main__ import main as doctor
 
@@ -52,11 +57,7 @@ def main() -> int:
         return doctor()
     else:
         is_run = command.endswith(".py") or command.startswith("-")
-        instead = (
-            f"`parwrap run {shlex.join(sys.argv[1:])}`"
-            if is_run
-            else "`parwrap run`, `parwrap explain`, `parwrap verify` or `parwrap doctor`"
-        )
+        instead = f"`parwrap run {shlex.join(sys.argv[1:])}`" if is_run else "`parwrap run`, or one of those that `parwrap --help` lists"
         print(f"parwrap: there is no command {command}: write {instead}.", file=sys.stderr)
         return 2
     return 0

@@ -35,6 +35,7 @@ LEFT_OUT = {
     "decorators/distributed.py: f'parwrap: {text}'": "passes on what is said elsewhere",
     "doctor/__main__.py: f'parwrap.doctor: {error}'": "passes on an error",
     "doctor/__main__.py: f'parwrap.doctor: {here}, at: {exam.stage}: {exam.failure}'": "a finding, which docs/doctor.rst explains",
+    "insight/scaling.py: f'parwrap scaling: {error}'": "passes on an error",
     "insight/verify.py: f'parwrap verify: {error}'": "passes on an error",
     "launching/jobs.py: f'parwrap.run: {what}'": "passes on what is said elsewhere",
     "launching/nodes.py: f'parwrap: {lost}'": "passes on what another node has published",

@@ -11,6 +11,7 @@ import random
 import runpy
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from parwrap.loop.random_streams import seed_all
 from parwrap.places import script_place
 from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
-from parwrap.ranks.collectives import reduce_sum
+from parwrap.ranks.collectives import barrier, gather, reduce_sum
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
 
@@ -47,6 +48,9 @@ MOST_VALUES = 65_536
 """The number of values of a tensor that are kept: every k-th of a larger one."""
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+WARM_UP = 5
+"""The steps before a time is taken."""
+
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -61,6 +65,7 @@ class Settings:
         dropout: whether dropout is on.
         is_module: whether the script is named as a module.
         by_hand: whether torch's DDP averages the gradients on several ranks, driven by hand.
+        timed: whether only the time and the samples of the steps are recorded, after a warm-up.
     """
 
     folder: str
@@ -69,6 +74,7 @@ class Settings:
     dropout: bool = True
     is_module: bool = False
     by_hand: bool = False
+    timed: bool = False
 
 
 @dataclass
@@ -137,7 +143,8 @@ def recorded(settings: Settings, modules: Iterable[nn.Module] = ()) -> Iterator[
     """Record the steps inside the block, and end it with :class:`Enough`; ``modules`` were built before."""
     patches = [] if settings.dropout else _no_dropout()
     with _Names(modules) as names:
-        interceptors = [_Recorder(settings, names), *([_ByHand()] if settings.by_hand else [])]
+        recorder = _Timer(settings) if settings.timed else _Recorder(settings, names)
+        interceptors = [recorder, *([_ByHand()] if settings.by_hand else [])]
         with intercepting(interceptors, "__main__"), installed(patches):
             yield
 
@@ -257,31 +264,68 @@ class _Recorder(Interceptor):
             raise Enough(0)
 
 
+def _random_state() -> tuple[bytes, int]:
+    """What changes with each draw of this process from torch or numpy."""
+    numpys: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), numpys[2]
+
+
+def _state_of_draws() -> Any:
+    """As :func:`_random_state`, with Python's ``random``, from which augmentation may draw too."""
+    return _random_state(), random.getstate()
+
+
+class _Timer(Interceptor):
+    """Writes how long the steps after the warm-up have taken on the slowest rank, and how many samples all ranks have trained on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._steps = self._samples = self._batch = 0
+        self._begin = 0.0
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        return _Noted(original(loader), self._drawn, lambda: None)
+
+    def _drawn(self, batch: Any, drew: bool) -> None:
+        self._batch = next((len(each) for each in _tensors(batch) if each.dim()), 1)
+
+    def backward(self, call: Backward) -> None:
+        self._samples, self._batch = self._samples + self._batch, 0
+        call.run()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        self._steps += 1
+        if self._steps == WARM_UP:
+            barrier()
+            self._samples, self._begin = 0, time.perf_counter()
+        elif self._steps >= WARM_UP + self._settings.steps:
+            seconds = max(gather(time.perf_counter() - self._begin))
+            timed = {"seconds": seconds, "samples": reduce_sum(self._samples), "steps": self._steps - WARM_UP}
+            if rank() == 0:
+                with passing():
+                    Path(self._settings.folder, "timed.json").write_text(json.dumps(timed))
+            raise Enough(0)
+
+
 class _Noted:
     """An iterator over a loader that tells of each batch, and whether the second or a later one was drawn with random numbers: the order
     of the samples is drawn with the first."""
 
-    def __init__(self, batches: Iterator, drawn: Callable[[Any, bool], None]) -> None:
-        self._batches, self._drawn, self._first = batches, drawn, True
+    def __init__(self, batches: Iterator, drawn: Callable[[Any, bool], None], state: Callable[[], Any] = _state_of_draws) -> None:
+        self._batches, self._drawn, self._state, self._first = batches, drawn, state, True
 
     def __iter__(self) -> _Noted:
         return self
 
     def __next__(self) -> Any:
-        before = _random_state(), random.getstate()
+        before = self._state()
         batch = next(self._batches)
-        drew, self._first = not self._first and before != (_random_state(), random.getstate()), False
+        drew, self._first = not self._first and before != self._state(), False
         self._drawn(batch, drew)
         return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-
-def _random_state() -> tuple[bytes, int]:
-    """What changes with each draw of this process from torch or numpy."""
-    numpys: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), numpys[2]
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

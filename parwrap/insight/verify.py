@@ -9,7 +9,6 @@ import argparse
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,8 +28,7 @@ from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
 from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared_with_ddp
 from parwrap.insight.recording import Enough, Recorded, Settings, recorded, recorded_in
-from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launching.plan import command_parser, unknown_option
+from parwrap.insight.runs import Asked, asked_for, run_in_scratch
 from parwrap.loop.random_streams import seed_all
 from parwrap.rank_zero.files import IN_SCRATCH, files_in_scratch
 from parwrap.ranks.group import world_size
@@ -156,51 +154,46 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(argv: Sequence[str]) -> int:
-    parser = command_parser()
-    parser.set_defaults(nproc_per_node=None)
+    asked = asked_for(argv, _add_options)
+    given = asked.arguments
+    _refuse(given)
+    settings = Settings("", given.steps, getattr(given, "seed", None) or 0, given.dropout, given.module)
+    ranks = int(given.nproc_per_node or 2)
+    with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
+        result = (_against_ddp if given.against else _against_one)(ranks, asked, settings, Path(folder))
+    print(json.dumps(asdict(result)) if given.json else result)
+    return 0 if result.equal else 1
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--against")
     parser.add_argument("--no-dropout", "--no_dropout", dest="dropout", action="store_false")
     parser.add_argument("--json", action="store_true")
-    try:
-        given, script = split_at_script(parser, argv)
-    except UnknownOptionError as unknown:
-        raise UsageError(unknown_option(str(unknown), parser)) from None
-    asked = parse_options(parser, given, script)
-    _refuse(asked)
-    options = _of_run(given)
-    ranks = asked.nproc_per_node or "2"
-    settings = Settings("", asked.steps, getattr(asked, "seed", None) or 0, asked.dropout, asked.module)
-    if asked.against:
-        result = _against_ddp(["--nproc-per-node", ranks, "--seed", str(settings.seed), *options], settings, script, asked.tolerance or 0.0)
-    else:
-        result = _against_one(ranks, options, settings, script, asked)
-    print(json.dumps(asdict(result)) if asked.json else result)
-    return 0 if result.equal else 1
 
 
-def _against_ddp(run: Sequence[str], settings: Settings, script: Sequence[str], tolerance: float) -> Comparison:
-    with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
-        by_hand, said = _run(run, replace(settings, by_hand=True), script, Path(folder, "by_hand"))
-        if by_hand.failed or not by_hand.steps:
-            raise UsageError(f"the script cannot run with DDP by hand: it ends after {counted(len(by_hand.steps), 'step')}:\n{_last(said)}")
-        parwraps, said = _run(run, settings, script, Path(folder, "parwrap"))
-    return compared_with_ddp(by_hand, parwraps, int(run[1]), said, tolerance)
+def _against_ddp(ranks: int, asked: Asked, settings: Settings, folder: Path) -> Comparison:
+    run = run_in_scratch(ranks, asked.options, replace(settings, by_hand=True), asked.script, folder / "by_hand")
+    by_hand = recorded_in(run.folder, run.failed)
+    if by_hand.failed or not by_hand.steps:
+        raise UsageError(f"the script cannot run with DDP by hand: it ends after {counted(len(by_hand.steps), 'step')}:\n{run.last()}")
+    run = run_in_scratch(ranks, asked.options, settings, asked.script, folder / "parwrap")
+    return compared_with_ddp(by_hand, recorded_in(run.folder, run.failed), ranks, run.said, asked.arguments.tolerance or 0.0)
 
 
-def _against_one(ranks: str, options: Sequence[str], settings: Settings, script: Sequence[str], asked: argparse.Namespace) -> Comparison:
-    with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
-        one, said = _run(["--nproc-per-node", "1", *options], settings, script, Path(folder, "one"))
-        if one.failed:
-            raise UsageError(f"the script fails on one process after {counted(len(one.steps), 'step')}:\n{_last(said)}")
-        if not one.steps:
-            raise UsageError(f"{script[0]} has ended without a step of an optimizer on one process: there is nothing to compare.")
-        synchronized = one.batch_norms or hasattr(asked, "sync_bn")
-        around = ["--batch", "global", *(["--sync-bn"] if synchronized and not hasattr(asked, "sync_bn") else [])]
-        run = ["--nproc-per-node", ranks, "--seed", str(settings.seed), *around, *options]
-        several, said = _run(run, settings, script, Path(folder, "several"))
-    return compared(one, several, int(ranks), synchronized, said, TOLERANCE if asked.tolerance is None else asked.tolerance)
+def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> Comparison:
+    run = run_in_scratch(1, asked.options, settings, asked.script, folder / "one")
+    one = recorded_in(run.folder, run.failed)
+    if one.failed:
+        raise UsageError(f"the script fails on one process after {counted(len(one.steps), 'step')}:\n{run.last()}")
+    if not one.steps:
+        raise UsageError(f"{asked.script[0]} has ended without a step of an optimizer on one process: there is nothing to compare.")
+    asked_to, tolerance = hasattr(asked.arguments, "sync_bn"), asked.arguments.tolerance
+    around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asked_to else [])]
+    run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
+    several = recorded_in(run.folder, run.failed)
+    return compared(one, several, ranks, one.batch_norms or asked_to, run.said, TOLERANCE if tolerance is None else tolerance)
 
 
 def _refuse_numbers(steps: int, ranks: Any) -> None:
@@ -221,36 +214,3 @@ def _refuse(asked: argparse.Namespace) -> None:
     strategy = getattr(asked, "strategy", "ddp")
     if strategy not in ("ddp", "zero1"):
         raise UsageError(f"verify compares weights after each step, which --strategy {strategy} averages later or never: use ddp or zero1.")
-
-
-OURS = {"--steps": True, "--tolerance": True, "--against": True, "--no-dropout": False, "--no_dropout": False, "--json": False}
-OF_RUN = {"--nproc-per-node": True, "--nproc_per_node": True, "--seed": True, "-m": False, "--module": False}
-
-
-def _of_run(given: Sequence[str]) -> list[str]:
-    """The options of ``parwrap run`` among ``given`` that hold for both runs."""
-    options, rest = [], list(given)
-    while rest:
-        name, equals, _ = rest[0].partition("=")
-        takes_value = {**OURS, **OF_RUN}.get(name)
-        width = 1 + (bool(takes_value) and not equals)
-        if takes_value is None:
-            options += rest[:1]
-        del rest[:width]
-    return options
-
-
-def _run(options: Sequence[str], settings: Settings, script: Sequence[str], folder: Path) -> tuple[Recorded, str]:
-    """Run the script with the ``options`` of ``parwrap run``. Returns what it has recorded, and said."""
-    folder.mkdir()
-    recorder = json.dumps(asdict(settings) | {"folder": str(folder)})
-    command = [sys.executable, "-m", "parwrap.run", *options, "-m", "parwrap.insight.recording", recorder, *script]
-    output = folder / "said"
-    with output.open("wb") as said:
-        environ = {**os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-        run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
-    return recorded_in(folder, failed=run.returncode != 0), output.read_text(errors="replace")
-
-
-def _last(said: str) -> str:
-    return "\n".join(f"  {line}" for line in said.splitlines()[-12:])

@@ -1,0 +1,93 @@
+"""Command lines and runs that ``parwrap verify`` and ``scaling`` share: options of ``parwrap run`` beside their own, and scratch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from parwrap.errors import UsageError
+from parwrap.insight.recording import Settings
+from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.plan import command_parser, unknown_option
+from parwrap.rank_zero.files import IN_SCRATCH
+
+__all__ = ["Asked", "Run", "asked_for", "run_in_scratch"]
+
+SET_HERE = ("--nproc-per-node", "--nproc_per_node", "--seed", "-m", "--module")
+"""Options of ``parwrap run`` that the commands set for each run."""
+
+
+class Asked(NamedTuple):
+    """What a command line asks for.
+
+    Attributes:
+        arguments: all options, as ``argparse`` gives them.
+        options: those of ``parwrap run`` that hold for every run, spelled in full.
+        script: the script and its arguments.
+    """
+
+    arguments: argparse.Namespace
+    options: list[str]
+    script: list[str]
+
+
+def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], None]) -> Asked:
+    """Parse ``argv``, with the options of ``parwrap run`` and those that ``add_own`` adds to the parser.
+
+    Raises:
+        UsageError: there is no such option, or no script.
+    """
+    parser = command_parser()
+    of_run = set(parser._option_string_actions)
+    parser.set_defaults(nproc_per_node=None)
+    add_own(parser)
+    try:
+        given, script = split_at_script(parser, argv)
+    except UnknownOptionError as unknown:
+        raise UsageError(unknown_option(str(unknown), parser)) from None
+    options, rest = [], list(given)
+    while rest:
+        name, equals, _ = rest[0].partition("=")
+        width = 2 if parser._option_string_actions[name].nargs is None and not equals else 1
+        if name in of_run and name not in SET_HERE:
+            options += rest[:width]
+        del rest[:width]
+    return Asked(parse_options(parser, given, script), options, script)
+
+
+class Run(NamedTuple):
+    """How a run has ended.
+
+    Attributes:
+        folder: what it has recorded.
+        failed: whether it has ended with an error.
+        said: what it has printed.
+    """
+
+    folder: Path
+    failed: bool
+    said: str
+
+    def last(self) -> str:
+        """The last lines of what it has printed, indented."""
+        return "\n".join(f"  {line}" for line in self.said.splitlines()[-12:])
+
+
+def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, script: Sequence[str], folder: Path) -> Run:
+    """Run ``script`` on ``ranks`` ranks with the ``options`` of ``parwrap run``, and record it in ``folder``, which is made."""
+    folder.mkdir()
+    recorder = json.dumps(asdict(settings) | {"folder": str(folder)})
+    on_ranks = ["--nproc-per-node", str(ranks), *(["--seed", str(settings.seed)] if ranks > 1 else [])]
+    command = [sys.executable, "-m", "parwrap.run", *on_ranks, *options, "-m", "parwrap.insight.recording", recorder, *script]
+    environ = {**os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    output = folder / "said"
+    with output.open("wb") as said:
+        run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+    return Run(folder, run.returncode != 0, output.read_text(errors="replace"))

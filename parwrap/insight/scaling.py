@@ -1,0 +1,170 @@
+"""``parwrap scaling --ranks 1,2,4 train.py``: samples per second of a script on more and more ranks, and what twice as many would give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from parwrap.errors import LaunchError, ParwrapError, UsageError, counted
+from parwrap.insight.recording import WARM_UP, Settings
+from parwrap.insight.runs import Asked, asked_for, run_in_scratch
+
+__all__ = ["Point", "expected", "main", "serial_part"]
+
+HELP = """\
+usage: parwrap scaling [options] train.py [its options]
+
+  parwrap scaling --ranks 1,2,4 train.py
+  parwrap scaling --ranks 1,8 --steps 200 --plot scaling.svg train.py
+
+Runs the script, unchanged, on each number of ranks, ends each run after some steps, and prints samples per second, the efficiency, and
+the part of a step that more ranks do not make shorter. What the script writes and prints goes to scratch.
+
+  --ranks N,N,...     numbers of ranks, in ascending order; 1,2
+  --steps N           optimizer steps to time, after 5 to warm up; 100
+  --plot FILE.svg     draw samples per second; needs matplotlib, which pip install 'parwrap[report]' brings
+  --json              print the result as JSON
+
+and the options of `parwrap run` about training, such as --batch global.
+"""
+
+
+@dataclass
+class Point:
+    """How fast a number of ranks trains.
+
+    Attributes:
+        ranks: the number of ranks.
+        samples_per_second: of all ranks together.
+        step: the seconds of a step.
+        efficiency: the speed beside that many times the speed of one rank.
+        serial: the part of the work that more ranks do not make shorter; ``None`` for one rank.
+    """
+
+    ranks: int
+    samples_per_second: float
+    step: float
+    efficiency: float = 1.0
+    serial: float | None = None
+
+
+def serial_part(speedup: float, ranks: float) -> float:
+    """The part of the work that more ranks do not make shorter, as a measured speedup shows it.
+
+    It is the experimentally determined serial fraction of Karp and Flatt, "Measuring parallel processor performance", 1990.
+
+    >>> serial_part(4, 4), round(serial_part(1.6, 2), 3), serial_part(1, 2)
+    (0.0, 0.25, 1.0)
+    """
+    return (1 / speedup - 1 / ranks) / (1 - 1 / ranks)
+
+
+def expected(serial: float, ranks: float) -> float:
+    """The speedup on that many ranks if the ``serial`` part stays what it is: Amdahl's law.
+
+    >>> expected(0.25, 2), expected(0, 8)
+    (1.6, 8.0)
+    """
+    return 1 / (serial + (1 - serial) / ranks)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line ``argv``. Returns its exit code, 2 if nothing can be measured."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    try:
+        _measure(argv)
+    except ParwrapError as error:
+        print(f"parwrap scaling: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--plot")
+    parser.add_argument("--json", action="store_true")
+
+
+def _measure(argv: Sequence[str]) -> None:
+    asked = asked_for(argv, _add_options)
+    given = asked.arguments
+    sizes = _sizes(given.ranks)
+    if given.steps < 1:
+        raise UsageError(f"--steps {given.steps} is not a positive number of steps.")
+    if given.plot and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'parwrap[report]'.")
+    points = [_point(ranks, asked) for ranks in sizes]
+    first = points[0]
+    for point in points[1:]:
+        speedup, times = point.samples_per_second / first.samples_per_second, point.ranks / first.ranks
+        point.efficiency, point.serial = speedup / times, serial_part(speedup, times)
+    if given.plot:
+        _draw(points, given.plot)
+    print(json.dumps([asdict(point) for point in points]) if given.json else _told(points))
+
+
+def _sizes(ranks: str) -> list[int]:
+    sizes = [int(each) if each.strip().isdecimal() else 0 for each in ranks.split(",")]
+    if len(sizes) < 2 or sizes != sorted(set(sizes)) or sizes[0] < 1:
+        raise UsageError(f"--ranks {ranks} is no list of two or more numbers of ranks in ascending order, such as 1,2,4.")
+    return sizes
+
+
+def _point(ranks: int, asked: Asked) -> Point:
+    with tempfile.TemporaryDirectory(prefix="parwrap-scaling-") as folder:
+        settings = Settings("", asked.arguments.steps, is_module=asked.arguments.module, timed=True)
+        run = run_in_scratch(ranks, asked.options, settings, asked.script, Path(folder, "run"))
+        file = run.folder / "timed.json"
+        if run.failed:
+            raise LaunchError(f"the script fails on {counted(ranks, 'rank')}:\n{run.last()}")
+        if not file.exists():
+            raise UsageError(
+                f"{asked.script[0]} has ended before {WARM_UP + settings.steps} steps of an optimizer on {counted(ranks, 'rank')}: choose "
+                "fewer --steps, or let it train longer."
+            )
+        timed: dict[str, Any] = json.loads(file.read_text())
+    if not timed["samples"]:
+        raise UsageError(f"{asked.script[0]} reads no DataLoader, so its samples cannot be counted.")
+    return Point(ranks, timed["samples"] / timed["seconds"], timed["seconds"] / timed["steps"])
+
+
+def _told(points: Sequence[Point]) -> str:
+    lines = [f"{'ranks':>5}  {'samples/s':>12}  {'ms a step':>10}  {'efficiency':>10}  does not shrink"]
+    for each in points:
+        serial = "" if each.serial is None else f"{each.serial:15.1%}"
+        lines.append(
+            f"{each.ranks:5}  {each.samples_per_second:12,.0f}  {1000 * each.step:10.2f}  {each.efficiency:10.0%}  {serial}".rstrip()
+        )
+    first, last = points[0], points[-1]
+    times = 2 * last.ranks / first.ranks
+    speedup = expected(max(last.serial or 0.0, 0.0), times)
+    lines.append(
+        f"at {2 * last.ranks} ranks expect {speedup * first.samples_per_second:,.0f} samples/s ({speedup / times:.0%}), if that part stays"
+    )
+    return "\n".join(lines)
+
+
+def _draw(points: Sequence[Point], file: str) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ranks = [point.ranks for point in points]
+    figure, axes = plt.subplots(figsize=(5, 3.5))
+    axes.plot(ranks, [point.samples_per_second for point in points], "o-", label="measured")
+    axes.plot(ranks, [points[0].samples_per_second * each / ranks[0] for each in ranks], "--", color="gray", label="ideal")
+    axes.set(xlabel="ranks", ylabel="samples per second", xticks=ranks, ylim=(0, None))
+    axes.legend()
+    figure.savefig(file, bbox_inches="tight")
+    plt.close(figure)
