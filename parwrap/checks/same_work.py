@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 from parwrap.places import Place
 
-__all__ = ["SameWork"]
+__all__ = ["WHOLE_WORK", "SameWork"]
 
 STEPS = 3
 """So many equal losses in a row are no accident."""
+
+WHOLE_WORK = "each does the whole work"
+"""What the check says of ranks that compute the same."""
 
 TOLERANCE = 1e-6
 
@@ -42,7 +45,7 @@ class SameWork:
         if len(seen) == STEPS and all(seen):
             self._said = True
             self._say(
-                f"all ranks compute the same losses at {place}: each does the whole work, which is right but no faster than one process. "
+                f"all ranks compute the same losses at {place}: {WHOLE_WORK}, which is right but no faster than one process. "
                 'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives it random batches of '
                 "its own, in a loop that draws its batches by hand"
             )

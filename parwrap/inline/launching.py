@@ -33,7 +33,7 @@ from parwrap.inline.spawning import Interpreter, loaded, pack
 from parwrap.ranks.device import cores, gpu_count
 from parwrap.ranks.processes import how_ended
 from parwrap.ranks.rendezvous import job_folder
-from parwrap.ranks.world import INIT_METHOD, ONE_NODE
+from parwrap.ranks.world import IN_SCRATCH, INIT_METHOD, ONE_NODE
 from parwrap.torch_private.cuda import is_in_bad_fork
 from parwrap.torch_private.dataloader import forget_workers
 from parwrap.torch_private.dynamo import DYNAMO
@@ -117,7 +117,7 @@ def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
         for each in task.inherited:
             if isinstance(each, DataLoader):
                 forget_workers(each)
-        for file in files if rank else ():
+        for file in files if rank or os.environ.get(IN_SCRATCH) == "1" else ():
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)
         return replace(task, function=called)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from parwrap.checks.same_work import WHOLE_WORK
 from parwrap.errors import counted
-from parwrap.insight.recording import Recorded, Step
+from parwrap.insight.recording import Recorded, Step, stride
 
 __all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
 
@@ -29,16 +30,16 @@ class Difference:
         step: the number of the step, from 1.
         place: the line that steps.
         what: the parameter and the place of the value in it, or what else differs.
-        one: the value on one process.
-        several: the value on several ranks.
+        one: the value in the first run.
+        several: the value with parwrap.
         reasons: what may be the cause, the likeliest first.
     """
 
     step: int
     place: str
     what: str
-    one: float
-    several: float
+    one: float | str
+    several: float | str
     reasons: list[str]
 
 
@@ -53,6 +54,7 @@ class Comparison:
         largest: the largest difference in these, beside a largest value of 1 in its parameter.
         name: its parameter.
         left_out: how many values are not compared, because their gradients are rounding.
+        no_numbers: how many values are nan or infinite in both runs.
         difference: where the runs differ first; ``None`` if they are equal.
     """
 
@@ -62,6 +64,7 @@ class Comparison:
     largest: float = 0.0
     name: str = ""
     left_out: int = 0
+    no_numbers: int = 0
     difference: Difference | None = None
 
     @property
@@ -74,27 +77,30 @@ class Comparison:
         if first is None:
             equal = f"equal to {reference} after {counted(self.steps, 'step')} {where}"
             left_out = f"; {self.left_out} values whose gradients are rounding are left out" if self.left_out else ""
-            return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}"
+            no_numbers = f"; {self.no_numbers} values are nan or infinite in both" if self.no_numbers else ""
+            return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}{no_numbers}"
         at = f"step {first.step}" + (f" ({first.place})" if first.place else "")
-        values = f"{first.what} is {first.one:.6g} with {reference} and {first.several:.6g} with parwrap"
-        return "\n".join(
-            [
-                f"differs from {reference} at {at} {where}: {values}",
-                *(f"  {number}. {each}" for number, each in enumerate(first.reasons, 1)),
-            ]
-        )
+        values = f"{first.what} is {_shown(first.one)} with {reference} and {_shown(first.several)} with parwrap"
+        reasons = (f"  {number}. {each}" for number, each in enumerate(first.reasons, 1))
+        return "\n".join([f"differs from {reference} at {at} {where}: {values}", *reasons])
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def compared_with_ddp(by_hand: Recorded, parwraps: Recorded, ranks: int, said: str, tolerance: float = 0.0) -> Comparison:
     """Compare a run in which torch's DDP is driven by hand with one that parwrap trains, bit for bit unless a ``tolerance`` is given."""
-    result = compared(by_hand, parwraps, ranks, True, said, tolerance)
+    result = compared(by_hand, parwraps, ranks, said=said, tolerance=tolerance)
     result.reference = "DDP by hand"
     if result.difference and not parwraps.failed:
         result.difference.reasons = [OUTSIDE]
     return result
 
 
-def compared(one: Recorded, several: Recorded, ranks: int, synchronized: bool, said: str, tolerance: float = TOLERANCE) -> Comparison:
+def compared(
+    one: Recorded, several: Recorded, ranks: int, *, synchronized: bool = True, said: str = "", tolerance: float = TOLERANCE
+) -> Comparison:
     """Compare a run on one process with a run on several ranks.
 
     Args:
@@ -103,38 +109,55 @@ def compared(one: Recorded, several: Recorded, ranks: int, synchronized: bool, s
         ranks: the number of its ranks.
         synchronized: whether its batch norms are synchronized.
         said: what parwrap has said there.
-        tolerance: the largest difference by rounding, beside a largest value of 1.
+        tolerance: the largest difference of a value by rounding, beside a largest value of 1. The norm of a gradient may differ by 100
+            times that part of it.
     """
     result = Comparison(ranks)
-    augmented = any(step.draws_reading for step in (*one.steps, *several.steps))
-    noise: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    noise: dict[int, list[torch.Tensor]] = {}
     for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
-
-        def differs(what: str, values: tuple[float, float], reasons: list[str], left: Step = left, number: int = number) -> Comparison:
+        found = _first_difference(left, right, number, noise, result, tolerance)
+        if found is not None:
+            what, values, reasons = found
+            if not reasons:
+                augmented = any(step.draws_reading for run in (one, several) for step in run.steps)
+                reasons = _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, said)
             result.difference = Difference(number, left.place, what, *values, reasons)
             return result
-
-        if [each.shape for each in left.after] != [each.shape for each in right.after] or left.optimizer != right.optimizer:
-            return differs("another optimizer steps", (math.nan, math.nan), [OTHER_STEPS])
-        found = _largest(left.names, left.before, right.before)
-        if found and found[0] > tolerance:
-            return differs(f"{found[1]} before the first step", found[2:], [OTHER_START])
-        left_out = noise.setdefault(tuple(left.names), [torch.zeros(each.shape, dtype=torch.bool) for each in left.after])
-        _note_noise(left_out, left, right)
-        found = _largest(left.names, left.after, right.after, left_out)
-        if found and found[0] > tolerance:
-            return differs(found[1], found[2:], _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, said))
-        if found and found[0] >= result.largest:
-            result.largest, result.name = found[0], found[1].partition("[")[0]
         result.steps = number
-        result.left_out = sum(int(each.sum()) for each in left_out)
-    if several.failed:
-        values = float(len(one.steps)), float(len(several.steps))
-        result.difference = Difference(len(several.steps) + 1, "", "the number of steps before an error", *values, [_error_in(said)])
-    elif len(one.steps) != len(several.steps):
-        steps = len(one.steps), len(several.steps)
+    steps = len(one.steps), len(several.steps)
+    if several.failed and steps[0] == steps[1]:
+        result.difference = Difference(steps[1], "", "the end of the run", "without an error", "with one", [_error_in(said)])
+    elif several.failed:
+        result.difference = Difference(steps[1] + 1, "", "the number of steps before an error", *steps, [_error_in(said)])
+    elif steps[0] != steps[1]:
         result.difference = Difference(min(steps) + 1, "", "the number of steps", *steps, [OTHER_STEPS])
     return result
+
+
+def _first_difference(
+    one: Step, several: Step, number: int, noise: dict[int, list[torch.Tensor]], result: Comparison, tolerance: float
+) -> tuple[str, tuple[float | str, float | str], list[str]] | None:
+    """What differs first in a step, the two values, and the reasons if only these are possible. Otherwise, note in ``result`` how equal
+    it is, and in ``noise`` which values of each optimizer are left out."""
+    if (one.number, one.optimizer, one.sizes) != (several.number, several.optimizer, several.sizes):
+        steps = (f"{each.optimizer} of {counted(len(each.sizes), 'parameter')}" for each in (one, several))
+        return "the optimizer that steps", (next(steps), next(steps)), [OTHER_STEPS]
+    found = _largest(one, one.before, several.before)
+    if found and found[0] > tolerance:
+        return f"{found[1]} before the first step", found[2:], [OTHER_START if number == 1 else OTHER_START_LATER]
+    left_out = noise.setdefault(one.number, [])
+    left_out += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(left_out) :]]
+    _note_noise(left_out, one, several)
+    found = _largest(one, one.after, several.after, left_out)
+    if found and found[0] > tolerance:
+        return found[1], found[2:], []
+    if (grads := _other_gradient(one, several, 100 * tolerance)) is not None:
+        return grads[0], grads[1:], []
+    if found and found[0] >= result.largest:
+        result.largest, result.name = found[0], found[1].partition("[")[0]
+    result.left_out = sum(int(each.sum()) for out in noise.values() for each in out)
+    result.no_numbers = sum(int((~each.isfinite()).sum()) for each in one.after)
+    return None
 
 
 OTHER_STEPS = (
@@ -149,7 +172,10 @@ OUTSIDE = (
     "DDP averages what goes through the forward of the module that it wraps, once for each forward, and leaves the loss this rank's: a "
     "method other than forward, several backwards for a forward, or a decision on the loss give other numbers"
 )
-SAME_WORK = "the ranks do the same work"
+OTHER_START_LATER = (
+    "the weights of an optimizer differ before its first step: they were made of a share, such as features of a training pass, or drawn in "
+    "one. Gather the share first, `torch.cat(parwrap.gather(features))`, or draw inside `with parwrap.same_draws():`"
+)
 
 
 def _error_in(said: str) -> str:
@@ -161,14 +187,14 @@ def _error_in(said: str) -> str:
 
 
 def _largest(
-    names: Sequence[str], one: Sequence[torch.Tensor], several: Sequence[torch.Tensor], left_out: Sequence[torch.Tensor] = ()
+    step: Step, one: Sequence[torch.Tensor], several: Sequence[torch.Tensor], left_out: Sequence[torch.Tensor] = ()
 ) -> tuple[float, str, float, float] | None:
     """The largest difference beside the largest value of its parameter, or beside 1 if that is larger: its size, place and both values."""
     best: tuple[float, str, float, float] | None = None
-    for number, (name, a, b) in enumerate(zip(names, one, several, strict=False)):
+    for number, (a, b) in enumerate(zip(one, several, strict=True)):
         apart = (a.double() - b.double()).abs()
         apart[torch.isnan(a) & torch.isnan(b) | (a == b)] = 0.0
-        apart = apart.nan_to_num(math.inf)
+        apart = apart.nan_to_num(math.inf, math.inf)
         if left_out:
             apart[left_out[number]] = 0.0
         if not apart.numel():
@@ -176,12 +202,27 @@ def _largest(
         at = int(apart.argmax())
         size = float(apart[at]) / max(1.0, float(a.abs().nan_to_num(0, 0, 0).max()))
         if best is None or size > best[0]:
-            best = size, f"{name}[{at}]" if a.numel() > 1 else name, float(a[at]), float(b[at])
+            name = step.names[number]
+            best = size, f"{name}[{at * stride(step.sizes[number])}]" if a.numel() > 1 else name, float(a[at]), float(b[at])
     return best
 
 
+def _other_gradient(one: Step, several: Step, part: float) -> tuple[str, float, float] | None:
+    """The gradient that differs by more than that part of its norm, and both norms: weights show it late if the learning rate is small.
+
+    One that is rounding beside the largest gradient is left out.
+    """
+    norms = [0.0 if grad is None else float(grad.double().norm()) for grad in one.grads]
+    for name, a, b, norm in zip(one.names, one.grads, several.grads, norms, strict=True):
+        if a is None or b is None or norm <= NOISE * max(norms) * len(a) ** 0.5 or not math.isfinite(norm):
+            continue
+        if float((a.double() - b.double()).norm()) > part * norm:
+            return f"the norm of the gradient of {name}", norm, float(b.double().norm())
+    return None
+
+
 def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
-    """Leave out values whose gradients are rounding in both runs, though not 0."""
+    """Leave out values whose gradients are rounding in both runs, though not 0: Adam makes whole steps of it."""
     largest = max((float(each.abs().max()) for each in one.grads if each is not None and each.numel()), default=0.0)
     for out, a, b in zip(left_out, one.grads, several.grads, strict=True):
         if a is not None and b is not None and a.shape == b.shape == out.shape:
@@ -189,14 +230,14 @@ def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
             out |= small & ((a != 0) | (b != 0))
 
 
-def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool, said: str) -> list[str]:
+def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augmented: bool, said: str) -> list[str]:
     """Why a step differs: first what the records show, then what they allow.
 
     Args:
         one: the step on one process.
         several: the step on several ranks.
         ranks: their number.
-        apart: whether batch norms use the statistics of each rank's part.
+        own_statistics: whether batch norms use the statistics of each rank's part.
         augmented: whether reading samples draws random numbers.
         said: what the run on several ranks has said.
     """
@@ -208,9 +249,9 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
                     f"{name} of {one.optimizer} is {mine[name]} on one process and {theirs[name]} {on_ranks}: a number that was computed "
                     "from a share decided it. Add it up first, `parwrap.reduce_sum(correct)`, or use a loss after its backward"
                 )
-    if SAME_WORK in said or (several.samples and several.samples == ranks * one.samples):
+    if WHOLE_WORK in said or (several.samples == ranks * one.samples > 0 and _alike([ranks * each for each in one.data], several.data)):
         reasons.append("all ranks do the same work, because no loader is read in shares: `parwrap.shard(loader)`, or --draws per_rank")
-    elif one.passes != several.passes:
+    elif (one.passes, one.read - one.batches) != (several.passes, several.read - several.batches):
         reasons.append(OTHER_STEPS)
     elif one.batches != several.batches:
         reasons.append(
@@ -222,7 +263,7 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
             f"the step trains on {one.samples} samples on one process and on {several.samples} {on_ranks}: the batch does not divide. "
             "--uneven join uses each sample once; or choose a batch size that the number of ranks divides"
         )
-    elif not all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-6) for a, b in zip(one.data, several.data, strict=True)):
+    elif not _alike(one.data, several.data):
         reasons.append(
             "samples are drawn at random while they are read (augmentation), by each rank for itself: this differs by design"
             if augmented
@@ -242,7 +283,7 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
             "the batch trains with random numbers (dropout, noise), which each rank draws for itself: this differs by design. --no-dropout "
             "turns dropout off in both runs"
         )
-    if apart:
+    if own_statistics:
         reasons.append("batch norms use the statistics of each rank's part: --sync-bn synchronizes them")
     if not reasons and factor is not None:
         reasons.append("the gradients agree, and the optimizer enlarges their rounding: --tolerance allows larger differences")
@@ -251,6 +292,10 @@ def _reasons(one: Step, several: Step, ranks: int, apart: bool, augmented: bool,
         "`parwrap.mean_over_ranks(sum, count)`), or it compares the samples of a batch (in-batch negatives: `parwrap.gather_with_grad`) or "
         "lets them decide together"
     ]
+
+
+def _alike(one: Sequence[float], several: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-6) for a, b in zip(one, several, strict=True))
 
 
 def _factor(one: Step, several: Step) -> float | None:

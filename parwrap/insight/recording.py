@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import random
-import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -32,9 +30,9 @@ from parwrap.decorators.distributed import open_passes
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
-from parwrap.launching.script import run_file, running_exit_handlers
+from parwrap.launching.script import run_exit_handlers, run_target, running_exit_handlers
 from parwrap.loop.optimizers import parameters_of
-from parwrap.loop.random_streams import seed_all
+from parwrap.loop.random_streams import get_states, seed_all
 from parwrap.places import script_place
 from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
@@ -42,12 +40,15 @@ from parwrap.ranks.collectives import barrier, gather, reduce_sum
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
 
-__all__ = ["Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in"]
+__all__ = ["WARM_UP", "Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in", "stride"]
 
 MOST_VALUES = 65_536
 """The number of values of a tensor that are kept: every k-th of a larger one."""
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = "batch_norms"
+"""The file that says that a run has met one of them in train mode."""
+
 WARM_UP = 5
 """The steps before a time is taken."""
 
@@ -83,33 +84,52 @@ class Step:
 
     Attributes:
         place: the line that steps.
+        number: the number of the optimizer, in the order of their first steps.
         optimizer: the name of its class.
         options: the numbers and texts of each of its groups.
         names: the names of its parameters.
-        before: their values before its first step; empty at later ones.
-        grads: their gradients; ``None`` where there is none. Large tensors are sampled.
+        sizes: the numbers of their values.
+        before: their values before its first step, and before the first with other parameters; empty at other steps.
+        grads: their gradients; ``None`` where there is none. Large tensors are sampled, as :func:`stride` says.
         after: their values after the step, likewise.
         passes: the number of passes over loaders that have begun.
-        batches: the number of batches that backwards have trained on since the step before.
-        samples: the number of samples in them, on all ranks.
-        data: the sum and the sum of squares of all numbers in them.
+        read: the number of batches that have been read since the step before.
+        batches: the number of those that backwards have trained on.
+        samples: the number of samples in these, on all ranks.
+        data: the sum and the sum of squares of all finite numbers in them.
         draws_reading: whether reading a batch has drawn random numbers in this process.
         draws_training: whether anything between a batch and its backwards has drawn random numbers.
     """
 
     place: str
+    number: int
     optimizer: str
     options: list[dict[str, Any]]
     names: list[str]
+    sizes: list[int]
     before: list[torch.Tensor]
     grads: list[torch.Tensor | None]
     after: list[torch.Tensor] = field(default_factory=list)
     passes: int = 0
+    read: int = 0
     batches: int = 0
     samples: int = 0
     data: list[float] = field(default_factory=lambda: [0.0, 0.0])
     draws_reading: bool = False
     draws_training: bool = False
+
+
+class Steps(Sequence[Step]):
+    """The steps that a run has recorded in a folder; each is read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = sorted(folder.glob("step-*.pt"))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Step(**torch.load(self._files[index], weights_only=True))
 
 
 @dataclass
@@ -122,7 +142,7 @@ class Recorded:
         failed: whether it has ended with an error.
     """
 
-    steps: list[Step]
+    steps: Sequence[Step]
     batch_norms: bool = False
     failed: bool = False
 
@@ -133,56 +153,26 @@ class Enough(SystemExit):
 
 def recorded_in(folder: Path, failed: bool = False) -> Recorded:
     """What a run has recorded in ``folder``."""
-    files = sorted(folder.glob("step-*.pt"))
-    read = [torch.load(file, weights_only=True) for file in files]
-    return Recorded([Step(**each["step"]) for each in read], any(each["batch_norms"] for each in read), failed)
+    return Recorded(Steps(folder), (folder / BATCH_NORMS).exists(), failed)
 
 
 @contextmanager
-def recorded(settings: Settings, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Record the steps inside the block, and end it with :class:`Enough`; ``modules`` were built before."""
+def recorded(settings: Settings) -> Iterator[None]:
+    """Record the steps inside the block, and end it with :class:`Enough`."""
     patches = [] if settings.dropout else _no_dropout()
-    with _Names(modules) as names:
-        recorder = _Timer(settings) if settings.timed else _Recorder(settings, names)
-        interceptors = [recorder, *([_ByHand()] if settings.by_hand else [])]
-        with intercepting(interceptors, "__main__"), installed(patches):
-            yield
+    recorder = _Timer(settings) if settings.timed else _Recorder(settings)
+    interceptors = [recorder, *([_ByHand()] if settings.by_hand else [])]
+    with intercepting(interceptors, "__main__"), installed(patches):
+        yield
 
 
-class _Names:
-    """The names of parameters in ``modules``, and in those that are built inside the block."""
+def stride(size: int) -> int:
+    """The distance of the values that are kept of a tensor with ``size`` values; odd, so that all columns of a matrix have some.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules: WeakSet[nn.Module] = WeakSet(each for module in modules for each in module.modules())
-        self._inner: WeakSet[nn.Module] = WeakSet(each for module in self._modules for each in module.children())
-
-    def __enter__(self) -> _Names:
-        self._hooks = [
-            register_module_parameter_registration_hook(lambda module, name, parameter: self._modules.add(module)),
-            register_module_module_registration_hook(self._has_inner),
-        ]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _has_inner(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel):
-            return
-        self._modules.add(module)
-        if inner is not None:
-            self._inner.add(inner)
-
-    def of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """The names of ``parameters``: in the outermost module that holds them, else their places among them."""
-        outer = [each for each in self._modules if each not in self._inner]
-        names = {id(p): name for module in outer for name, p in module.named_parameters(remove_duplicate=False)}
-        return [names.get(id(p), f"parameter {number}") for number, p in enumerate(parameters)]
-
-    def have_batch_norms(self) -> bool:
-        """Whether a batch norm is in train mode."""
-        return any(isinstance(each, BATCH_NORMS) and each.training for each in self._modules)
+    >>> stride(10), stride(1_048_576)
+    (1, 17)
+    """
+    return -(-size // MOST_VALUES) | 1
 
 
 @dataclass
@@ -195,28 +185,38 @@ class _Batch:
 class _Recorder(Interceptor):
     """Writes each step of an optimizer into a file."""
 
-    def __init__(self, settings: Settings, names: _Names) -> None:
-        self._settings, self._names = settings, names
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._steps = self._passes = 0
-        self._seen: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._sizes: dict[int, list[int]] = {}
+        self._modules: WeakSet[nn.Module] = WeakSet()
         self._batch: _Batch | None = None
-        self._state: tuple[bytes, int] | None = None  # since the last batch or backward
+        self._draws: Any = None  # where the streams were after the last batch or backward
         self._step: Step | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._batches, self._samples, self._data, self._drew_reading, self._drew_training = 0, 0, [0.0, 0.0], False, False
+        self._read, self._batches, self._samples, self._data = 0, 0, 0, [0.0, 0.0]
+        self._drew_reading = self._drew_training = False
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
+        self._modules.add(module)
+        return original(*args, **kwargs)
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        self._end_if_done()
         self._passes += 1
-        return _Noted(original(loader), self._drawn)
+        return _Noted(original(loader), self._drawn, _state_of_reading)
 
     def _drawn(self, batch: Any, drew: bool) -> None:
+        self._end_if_done()
+        self._read += 1
         tensors = list(_tensors(batch))
-        values = [each.detach().double() for each in tensors]
+        values = [each.detach().double().nan_to_num(0, 0, 0) for each in tensors]
         data = sum(float(each.sum()) for each in values), sum(float(each.square().sum()) for each in values)
-        self._batch = _Batch(next((len(each) for each in tensors if each.dim()), 1), data, drew)
-        self._state = _random_state()
+        self._batch = _Batch(_samples(tensors), data, drew)
+        self._draws = _state_of_draws()
 
     def backward(self, call: Backward) -> None:
         if (batch := self._batch) is not None:
@@ -225,54 +225,60 @@ class _Recorder(Interceptor):
             self._samples += batch.samples
             self._data = [a + b for a, b in zip(self._data, batch.data, strict=True)]
             self._drew_reading |= batch.drew
-        self._drew_training |= self._state not in (None, _random_state())
+        if self._draws is not None:
+            now = _state_of_draws()
+            self._drew_training |= self._draws.set == now.set and self._draws != now  # another set of streams is no draw
         call.run()
-        self._state = self._state and _random_state()
+        self._draws = self._draws and _state_of_draws()
 
     def step(self, optimizer: Optimizer) -> None:
+        self._end_if_done()
         parameters = list(parameters_of(optimizer))
-        is_first = optimizer not in self._seen
-        if is_first:
-            self._seen[optimizer] = self._names.of(parameters)
+        number, sizes = self._numbers.setdefault(optimizer, len(self._numbers)), [p.numel() for p in parameters]
+        begins = self._sizes.get(number) != sizes
+        self._sizes[number] = sizes
         self._step = Step(
             str(script_place()),
+            number,
             type(optimizer).__name__,
             [{name: value for name, value in group.items() if isinstance(value, (int, float, str))} for group in optimizer.param_groups],
-            self._seen[optimizer],
-            [_kept(p) for p in parameters] if is_first else [],
-            [None if p.grad is None else _kept(p.grad) for p in parameters],
+            self._names(parameters),
+            sizes,
+            [_sampled(p) for p in parameters] if begins else [],
+            [None if p.grad is None else _sampled(p.grad) for p in parameters],
         )
 
     def stepped(self, optimizer: Optimizer) -> None:
-        if self._steps == self._settings.steps:  # the script has caught the first one
-            raise Enough(0)
-        if self._step is None:  # the step of a base class, inside that of an optimizer
+        if self._step is None:  # an inner step, of a base class or of another optimizer, is recorded in its place
             return
         step, self._step = self._step, None
-        step.after = [_kept(p) for p in parameters_of(optimizer)]
+        step.after = [_sampled(p) for p in parameters_of(optimizer)]
         mine = [self._samples, *self._data, int(self._drew_reading), int(self._drew_training)]
         step.samples, *step.data, reading, training = reduce_sum(mine)
-        step.passes, step.batches = self._passes, self._batches
+        step.passes, step.read, step.batches = self._passes, self._read, self._batches
         step.draws_reading, step.draws_training = reading > 0, training > 0
         self._begin()
         self._steps += 1
         if rank() == 0:
-            file = Path(self._settings.folder, f"step-{self._steps:06}.pt")
+            folder = Path(self._settings.folder)
             with passing():
-                torch.save({"step": vars(step), "batch_norms": self._names.have_batch_norms()}, file)
+                torch.save(vars(step), folder / f"step-{self._steps:06}.pt")
+                if any(isinstance(each, NORMS) and each.training for each in self._modules):
+                    (folder / BATCH_NORMS).touch()
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        """End the script, again if it has caught the end."""
         if self._steps == self._settings.steps:
             raise Enough(0)
 
-
-def _random_state() -> tuple[bytes, int]:
-    """What changes with each draw of this process from torch or numpy."""
-    numpys: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), numpys[2]
-
-
-def _state_of_draws() -> Any:
-    """As :func:`_random_state`, with Python's ``random``, from which augmentation may draw too."""
-    return _random_state(), random.getstate()
+    def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        """The longest names of ``parameters`` in the modules that have been called, else their places among them."""
+        names: dict[int, str] = {}
+        for module in list(self._modules):
+            for name, p in module.named_parameters(remove_duplicate=False):
+                names[id(p)] = max(names.get(id(p), ""), name.removeprefix("module."), key=len)
+        return [names.get(id(p), f"parameter {number}") for number, p in enumerate(parameters)]
 
 
 class _Timer(Interceptor):
@@ -287,7 +293,7 @@ class _Timer(Interceptor):
         return _Noted(original(loader), self._drawn, lambda: None)
 
     def _drawn(self, batch: Any, drew: bool) -> None:
-        self._batch = next((len(each) for each in _tensors(batch) if each.dim()), 1)
+        self._batch = _samples(list(_tensors(batch)))
 
     def backward(self, call: Backward) -> None:
         self._samples, self._batch = self._samples + self._batch, 0
@@ -308,10 +314,12 @@ class _Timer(Interceptor):
 
 
 class _Noted:
-    """An iterator over a loader that tells of each batch, and whether the second or a later one was drawn with random numbers: the order
-    of the samples is drawn with the first."""
+    """An iterator over a loader that tells of each batch as it is read, and whether reading it has drawn random numbers.
 
-    def __init__(self, batches: Iterator, drawn: Callable[[Any, bool], None], state: Callable[[], Any] = _state_of_draws) -> None:
+    The first batch never has: the order of the samples is drawn with it.
+    """
+
+    def __init__(self, batches: Iterator, drawn: Callable[[Any, bool], None], state: Callable[[], Any]) -> None:
         self._batches, self._drawn, self._state, self._first = batches, drawn, state, True
 
     def __iter__(self) -> _Noted:
@@ -324,29 +332,68 @@ class _Noted:
         self._drawn(batch, drew)
         return batch
 
+    def __len__(self) -> int:
+        return len(cast(Any, self._batches))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+class _Draws(NamedTuple):
+    """Where the streams of torch and numpy are, and which libraries draw on this rank's own."""
+
+    set: frozenset[str]
+    states: tuple[Any, ...]
+
+
+def _state_of_draws() -> _Draws:
+    passes = open_passes()
+    cpu, numpys, _, gpu = get_states()
+    states = cpu.numpy().tobytes(), numpys[1].tobytes(), numpys[2:], None if gpu is None else gpu.numpy().tobytes()
+    return _Draws(frozenset() if passes is None else passes.streams.own, states)
+
+
+def _state_of_reading() -> Any:
+    """As :func:`_state_of_draws`, with Python's ``random``, from which augmentation may draw too."""
+    return _state_of_draws().states, random.getstate()
+
+
+def _tensors(batch: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in a batch, also in arrays and in attributes of objects."""
+    seen = set() if seen is None else seen
+    if id(batch) in seen:
+        return
+    seen.add(id(batch))
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, np.ndarray):
+        if batch.dtype.kind in "biuf":
+            yield torch.from_numpy(np.ascontiguousarray(batch).astype(np.float64))
+    elif isinstance(batch, Mapping):
         for each in batch.values():
-            yield from _tensors(each)
+            yield from _tensors(each, seen)
     elif isinstance(batch, (list, tuple)):
         for each in batch:
-            yield from _tensors(each)
-    elif hasattr(batch, "__dict__"):  # a data class, or an object of a library
-        yield from _tensors(vars(batch))
+            yield from _tensors(each, seen)
+    elif hasattr(batch, "__dict__"):
+        yield from _tensors(vars(batch), seen)
+
+
+def _samples(tensors: Sequence[torch.Tensor]) -> int:
+    """The samples of a batch: those that parwrap has counted, of a share, else the length of its first tensor."""
+    passes = open_passes()
+    counted = None if passes is None else passes.samples
+    return next((len(each) for each in tensors if each.dim()), 1) if counted is None else counted
 
 
 @torch.no_grad()
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of ``tensor``, or of a large one every k-th, as a flat float32 or float64 tensor of the CPU."""
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of ``tensor``, or of a large one those at each :func:`stride`, as a flat float32 or float64 tensor of the CPU."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.to_dense() if tensor.is_sparse else tensor
-    flat = whole.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // MOST_VALUES) or 1].to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)
+    real = torch.view_as_real(whole.detach()) if whole.is_complex() else whole.detach()
+    step = stride(whole.numel())
+    flat = real.reshape(-1, 2)[::step].reshape(-1) if whole.is_complex() else real.reshape(-1)[::step]
+    return flat.to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)
 
 
 class _HandWritten(DistributedDataParallel):
@@ -360,7 +407,7 @@ class _ByHand(Interceptor):
     """
 
     def __init__(self) -> None:
-        self._wrapped: WeakKeyDictionary[nn.Module, list[DistributedDataParallel]] = WeakKeyDictionary()
+        self._wrapped: dict[nn.Module, _HandWritten] = {}
         self._inside = False
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
@@ -369,8 +416,8 @@ class _ByHand(Interceptor):
         self._inside = True
         try:
             if module not in self._wrapped:
-                self._wrapped[module] = [_HandWritten(module, find_unused_parameters=True)]
-            return self._wrapped[module][0](*args, **kwargs)
+                self._wrapped[module] = _HandWritten(module, find_unused_parameters=True)
+            return self._wrapped[module](*args, **kwargs)
         finally:
             self._inside = False
 
@@ -381,7 +428,7 @@ class _ByHand(Interceptor):
 
 
 def _no_dropout() -> list[Patch]:
-    def kept(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    def unchanged(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return args[0] if args else kwargs["input"]
 
     def attention(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -393,8 +440,8 @@ def _no_dropout() -> list[Patch]:
         return wrapped(*args, **kwargs)
 
     return [
-        *(Patch(functional, name, kept) for name in DROPOUTS),
-        Patch(torch, "dropout", kept),
+        *(Patch(functional, name, unchanged) for name in DROPOUTS),
+        Patch(torch, "dropout", unchanged),
         Patch(functional, "scaled_dot_product_attention", attention),
         *(Patch(kind, "forward", recurrent) for kind in (nn.RNN, nn.LSTM, nn.GRU)),
     ]
@@ -413,11 +460,12 @@ def main() -> None:
 
 
 def _run(settings: Settings) -> None:
-    with recorded(settings), running_exit_handlers():
-        if settings.is_module:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            run_file(sys.argv[0])
+    try:
+        with recorded(settings), running_exit_handlers():
+            run_target("module" if settings.is_module else "file", sys.argv[0])
+    except BaseException:
+        run_exit_handlers()  # also of a script that fails: they may write files
+        raise
 
 
 if __name__ == "__main__":

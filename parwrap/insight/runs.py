@@ -16,12 +16,15 @@ from parwrap.errors import UsageError
 from parwrap.insight.recording import Settings
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.plan import command_parser, unknown_option
-from parwrap.rank_zero.files import IN_SCRATCH
+from parwrap.ranks.world import IN_SCRATCH
 
 __all__ = ["Asked", "Run", "asked_for", "run_in_scratch"]
 
 SET_HERE = ("--nproc-per-node", "--nproc_per_node", "--seed", "-m", "--module")
 """Options of ``parwrap run`` that the commands set for each run."""
+
+NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir")
+"""Options of ``parwrap run`` that say how it runs once."""
 
 
 class Asked(NamedTuple):
@@ -46,12 +49,16 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     """
     parser = command_parser()
     of_run = set(parser._option_string_actions)
-    parser.set_defaults(nproc_per_node=None)
+    parser.set_defaults(nproc_per_node=None, nnodes=None)
     add_own(parser)
     try:
         given, script = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
         raise UsageError(unknown_option(str(unknown), parser)) from None
+    arguments = parse_options(parser, given, script)
+    for name in NOT_COMPARED:
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect here: the script runs on ranks of this machine, several times.")
     options, rest = [], list(given)
     while rest:
         name, equals, _ = rest[0].partition("=")
@@ -59,7 +66,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
         if name in of_run and name not in SET_HERE:
             options += rest[:width]
         del rest[:width]
-    return Asked(parse_options(parser, given, script), options, script)
+    return Asked(arguments, options, script)
 
 
 class Run(NamedTuple):
@@ -67,17 +74,22 @@ class Run(NamedTuple):
 
     Attributes:
         folder: what it has recorded.
-        failed: whether it has ended with an error.
+        status: its exit code.
         said: what it has printed.
     """
 
     folder: Path
-    failed: bool
+    status: int
     said: str
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self.status != 0
+
     def last(self) -> str:
-        """The last lines of what it has printed, indented."""
-        return "\n".join(f"  {line}" for line in self.said.splitlines()[-12:])
+        """The exit code and the last lines of what it has printed, indented."""
+        return "\n".join(f"  {line}" for line in [*self.said.splitlines()[-12:], f"exit code {self.status}"])
 
 
 def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, script: Sequence[str], folder: Path) -> Run:
@@ -90,4 +102,4 @@ def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, scrip
     output = folder / "said"
     with output.open("wb") as said:
         run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
-    return Run(folder, run.returncode != 0, output.read_text(errors="replace"))
+    return Run(folder, run.returncode, output.read_text(errors="replace"))

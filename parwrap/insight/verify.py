@@ -11,17 +11,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from parwrap.decorators.distributed import distributed
-from parwrap.decorators.inventory import reachable
-from parwrap.decorators.scope import Call, ScopeDecorator, scoped
+from parwrap.decorators.scope import Call, ScopeDecorator, describe, scoped, undecorated
 from parwrap.decorators.sync_bn import sync_bn
 from parwrap.errors import ParwrapError, UsageError, counted
 from parwrap.inline.launching import run_on_ranks
@@ -30,10 +27,14 @@ from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared
 from parwrap.insight.recording import Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, asked_for, run_in_scratch
 from parwrap.loop.random_streams import seed_all
-from parwrap.rank_zero.files import IN_SCRATCH, files_in_scratch
+from parwrap.rank_zero.files import files_in_scratch
 from parwrap.ranks.group import world_size
+from parwrap.ranks.world import IN_SCRATCH
 
 __all__ = ["main", "verify"]
+
+LOW_PRECISION = 1e-3
+"""The tolerance of runs with ``--amp``: products are rounded to 8 or 11 bits, in another order."""
 
 HELP = """\
 usage: parwrap verify [options] train.py [its options]
@@ -48,7 +49,7 @@ writes and prints goes to scratch; programs that it starts write where they alwa
 
   --steps N           optimizer steps to compare; 20
   --nproc-per-node N  ranks of the second run; 2
-  --tolerance X       the largest difference by rounding, beside a largest value of 1; 1e-5
+  --tolerance X       the largest difference by rounding, beside a largest value of 1; 1e-5, or 1e-3 with --amp
   --no-dropout        turn dropout off in both runs, because each rank draws its own
   --against ddp       compare per-rank batches with torch's DDP, driven by hand on as many ranks, bit for bit
   --seed N            for scripts that set none; 0
@@ -72,13 +73,14 @@ def verify(
     """Call ``function(*args, **kwargs)`` in one process and on several ranks with ``batch="global"``, and compare every step.
 
     Both are started for it, so that nothing of the caller's changes. Batch norms are synchronized, and files that it writes go to scratch.
+    What it prints is shown. For a function with arguments of these names, pass a ``functools.partial`` of it.
 
     Args:
         function: the training function. Its decorator sets the options of ``distributed``.
         args, kwargs: its arguments.
         steps: the number of optimizer steps to compare.
         nprocs: the number of ranks.
-        tolerance: the largest difference by rounding, beside a largest value of 1.
+        tolerance: the largest difference by rounding, beside a largest value of 1; 100 times as much for a gradient beside its norm.
         dropout: whether dropout is on; each rank draws its own.
         seed: the seed of torch, numpy and Python.
 
@@ -100,7 +102,10 @@ def verify(
     True
     """
     _refuse_numbers(steps, nprocs)
-    modules = reachable(nn.Module, Call(function, args, kwargs))
+    plain, decorators = undecorated(function)
+    given = next((each.given for each in decorators if isinstance(each, distributed)), {})
+    options = {name: value for name, value in given.items() if name not in ("nprocs", "start_method")}
+    others = [each for each in decorators if not isinstance(each, distributed)]
     before = os.environ.get(IN_SCRATCH)
     os.environ[IN_SCRATCH] = "1"
     try:
@@ -108,37 +113,53 @@ def verify(
 
             def run(name: str, size: int, scopes: Sequence[ScopeDecorator]) -> Recorded:
                 Path(folder, name).mkdir()
-                settings = Settings(str(Path(folder, name)), steps, seed, dropout)
-                call = scoped(functools.partial(_called, settings, modules, function), scopes)
-                run_on_ranks(Task(functools.partial(call, *args, **kwargs), [], dict), size, who="parwrap.verify")
-                return recorded_in(Path(settings.folder))
+                call = scoped(plain, [*scopes, *others, _Recording(Settings(str(Path(folder, name)), steps, seed, dropout))])
+                failed = False
+                try:
+                    run_on_ranks(Task(functools.partial(_until_enough, call, args, kwargs), [], dict), size, who="parwrap.verify")
+                except Exception as error:
+                    if size == 1:
+                        raise
+                    failed = True
+                    said.append(f"{type(error).__name__}: {error}")
+                return recorded_in(Path(folder, name), failed)
 
+            said: list[str] = []
             one = run("one", 1, [])
             if not one.steps:
-                raise UsageError(f"{function.__name__} has taken no step of an optimizer in one process: there is nothing to compare.")
-            around: list[ScopeDecorator] = [distributed(batch="global", seed=seed), *([sync_bn()] if one.batch_norms else [])]
-            said = ""
-            try:
-                several = run("several", nprocs, around)
-            except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                several = recorded_in(Path(folder, "several"), failed=True)
+                raise UsageError(f"{describe(plain)} has taken no step of an optimizer in one process: there is nothing to compare.")
+            synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
+            several = run("several", nprocs, [distributed(**{"batch": "global", "seed": seed, **options}), *synchronized])
+            return compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
     finally:
         del os.environ[IN_SCRATCH]
         if before is not None:
             os.environ[IN_SCRATCH] = before
-    return compared(one, several, nprocs, True, said, tolerance)
 
 
-def _called(settings: Settings, modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``function`` on this rank, and record its steps."""
-    with ExitStack() as alone:
-        if world_size() == 1:
-            seed_all(settings.seed)
-            folder = alone.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
-            alone.enter_context(files_in_scratch(Path(folder)))
-        with recorded(settings, modules), suppress(Enough):
-            function(*args, **kwargs)
+def _until_enough(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    with suppress(Enough):
+        call(*args, **kwargs)
+
+
+class _Recording(ScopeDecorator):
+    """Records the steps of a function, inside all other scopes."""
+
+    layer = 1000
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    @contextmanager
+    def scope(self, call: Call) -> Iterator[None]:
+        with ExitStack() as alone:
+            if world_size() == 1:
+                seed_all(self._settings.seed)
+                folder = alone.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
+                alone.enter_context(files_in_scratch(Path(folder)))
+            alone.enter_context(recorded(self._settings))
+            yield
 
 
 def main(argv: Sequence[str]) -> int:
@@ -189,11 +210,14 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
         raise UsageError(f"the script fails on one process after {counted(len(one.steps), 'step')}:\n{run.last()}")
     if not one.steps:
         raise UsageError(f"{asked.script[0]} has ended without a step of an optimizer on one process: there is nothing to compare.")
-    asked_to, tolerance = hasattr(asked.arguments, "sync_bn"), asked.arguments.tolerance
-    around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asked_to else [])]
+    given = asked.arguments
+    asks, tolerance = hasattr(given, "sync_bn"), given.tolerance
+    if tolerance is None:
+        tolerance = LOW_PRECISION if hasattr(given, "amp") else TOLERANCE
+    around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asks else [])]
     run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
     several = recorded_in(run.folder, run.failed)
-    return compared(one, several, ranks, one.batch_norms or asked_to, run.said, TOLERANCE if tolerance is None else tolerance)
+    return compared(one, several, ranks, synchronized=one.batch_norms or asks, said=run.said, tolerance=tolerance)
 
 
 def _refuse_numbers(steps: int, ranks: Any) -> None:

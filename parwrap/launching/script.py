@@ -35,7 +35,7 @@ from parwrap.ranks.processes import die_with_parent
 from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD
 
-__all__ = ["run_alone", "run_file", "run_rank", "running_exit_handlers"]
+__all__ = ["run_alone", "run_exit_handlers", "run_rank", "run_target", "running_exit_handlers"]
 
 
 def run_alone(script: Script) -> None:
@@ -107,9 +107,9 @@ def running_exit_handlers() -> Iterator[None]:
         yield
     except BaseException as error:
         if exit_status(error) == 0:
-            _run_exit_handlers()
+            run_exit_handlers()
         raise
-    _run_exit_handlers()
+    run_exit_handlers()
 
 
 def _run(script: Script, recorder: AbstractContextManager, ending: AbstractContextManager = nullcontext()) -> None:  # noqa: B008
@@ -121,12 +121,17 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
     sys.argv[:] = [script.target, *local_rank, *script.args]
     # save the failure before the scope closes, because leaving the process group may end the other ranks
     with _scope(script), ending, recorder, _explained(script):
-        if script.kind == "module":
-            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
-        elif Path(script.target).is_dir() or is_zipfile(script.target):
-            runpy.run_path(os.path.abspath(script.target), run_name="__main__")
-        else:
-            run_file(script.target)
+        run_target(script.kind, script.target)
+
+
+def run_target(kind: str, target: str) -> None:
+    """Run the module or file ``target`` as ``__main__``, as plain ``python`` does."""
+    if kind == "module":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif Path(target).is_dir() or is_zipfile(target):
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
+    else:
+        _run_file(target)
 
 
 def _explained(script: Script) -> AbstractContextManager:
@@ -153,7 +158,7 @@ def _scope(script: Script) -> Iterator[None]:
         yield
 
 
-def run_file(path: str) -> None:
+def _run_file(path: str) -> None:
     """Like ``runpy.run_path``, but ``__main__`` is kept for exit handlers, and ``sys.argv[0]`` is unchanged."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
@@ -195,7 +200,7 @@ def _forget_the_fork() -> None:
         numpy.random.seed()  # otherwise all ranks would continue from the fork server's random state
 
 
-def _run_exit_handlers() -> None:
+def run_exit_handlers() -> None:
     """Wait for the script's threads, then run its ``atexit`` handlers, as an interpreter does at its end."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -203,7 +208,7 @@ def _run_exit_handlers() -> None:
 
 def _end_like_an_interpreter() -> None:
     """Do what multiprocessing skips at the end of a process: threads, exit handlers, objects with pending writes."""
-    _run_exit_handlers()
+    run_exit_handlers()
     if not any(thread.daemon for thread in threading.enumerate()):  # a running thread would lose its globals
         vars(sys.modules["__main__"]).clear()
         gc.collect()

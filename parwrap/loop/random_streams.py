@@ -127,6 +127,11 @@ class RandomStreams:
             return self._shared_seed
         return torch.initial_seed()
 
+    @property
+    def own(self) -> Libraries:
+        """The libraries that draw on this rank's own streams now."""
+        return self._own
+
     def use(self, own: Libraries) -> Libraries:
         """Let the libraries ``own`` draw on this rank's own streams from now on, and the others on the shared ones.
 

@@ -25,14 +25,11 @@ from parwrap.rank_zero.scratch import CheckWait, Overlay
 from parwrap.rank_zero.trackers import trackers_silent
 from parwrap.rank_zero.writer import KeptReadable, WriterFiles, close_left_open
 from parwrap.ranks.group import Group
-from parwrap.ranks.world import World
+from parwrap.ranks.world import IN_SCRATCH, World
 
-__all__ = ["IN_SCRATCH", "Files", "current", "files_in_scratch", "intercepting_files"]
+__all__ = ["Files", "current", "files_in_scratch", "intercepting_files"]
 
 Files: TypeAlias = WriterFiles | ReplicaFiles
-
-IN_SCRATCH = "PARWRAP_IN_SCRATCH"
-"""The variable of a launch in which rank 0 writes to scratch too, with the value 1: nothing of the user's is changed."""
 
 _openings = itertools.count()
 """How many times this process has opened files. All ranks count alike."""

@@ -14,10 +14,13 @@ from typing import NamedTuple
 from parwrap.errors import LaunchError
 from parwrap.ranks.launchers import LAUNCHERS, NODE_VARIABLES, Launcher, node_of
 
-__all__ = ["INIT_METHOD", "ONE_NODE", "World", "detect", "launch_variables"]
+__all__ = ["INIT_METHOD", "IN_SCRATCH", "ONE_NODE", "World", "detect", "launch_variables"]
 
 INIT_METHOD = "PARWRAP_INIT_METHOD"
 """The rendezvous as a URL for ``init_process_group``, if the user sets it."""
+
+IN_SCRATCH = "PARWRAP_IN_SCRATCH"
+"""The variable of a launch in which rank 0 writes to scratch too, with the value 1: nothing of the user's is changed."""
 
 ONE_NODE = "parwrap"
 """The scheme of a URL for ranks that meet on one node, without a port; see ``rendezvous.py``."""

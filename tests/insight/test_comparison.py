@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from parwrap.checks.same_work import WHOLE_WORK
 from parwrap.insight.comparison import compared
 from parwrap.insight.recording import Recorded, Step
 
@@ -14,12 +15,15 @@ BY_DESIGN = "this differs by design"
 
 def step(grad=GRAD, before=START, **others):
     """A first step of SGD with that gradient."""
-    options = {"samples": 8, "data": [3.0, 5.0], "options": [{"lr": LR}], **others}
-    return Step("train.py:7", "SGD", options.pop("options"), ["fc.weight"], [before], [grad], [before - LR * grad], **options)
+    options = {"samples": 8, "data": [3.0, 5.0], "options": [{"lr": LR}], "number": 0, "lr": LR, "names": ["fc.weight"], **others}
+    rate, names = options.pop("lr"), options.pop("names")
+    fixed = "train.py:7", options.pop("number"), "SGD", options.pop("options"), names, [len(before)]
+    return Step(*fixed, [before], [grad], [before - rate * grad], **options)
 
 
 def found(one, several, ranks=2, synchronized=True, said="", batch_norms=False, failed=False, tolerance=1e-5):
-    return compared(Recorded(one), Recorded(several, batch_norms, failed), ranks, synchronized, said, tolerance)
+    runs = Recorded(one), Recorded(several, batch_norms, failed)
+    return compared(*runs, ranks, synchronized=synchronized, said=said, tolerance=tolerance)
 
 
 def test_equal_runs_are_equal_and_the_largest_difference_is_named():
@@ -47,9 +51,15 @@ def test_the_first_step_that_differs_is_named_with_both_values():
         ("the weights differ before anything is trained", {}, {"before": START + 1}, {}),
         ("trains on 8 samples on one process and on 9 on 2 ranks", {}, {"grad": -GRAD, "samples": 9}, {}),
         ("the runs take other ways: a number that was computed from a share", {}, {"grad": -GRAD, "passes": 1}, {}),
-        ("the step follows 6 batches on one process and 8 on 2 ranks", {"batches": 6}, {"grad": -GRAD, "samples": 11, "batches": 8}, {}),
-        ("all ranks do the same work", {}, {"grad": -GRAD, "samples": 16}, {}),
-        ("all ranks do the same work", {}, {"grad": -GRAD}, {"said": "parwrap: the ranks do the same work at train.py:3"}),
+        (
+            "the step follows 6 batches on one process and 8 on 2 ranks",
+            {"batches": 6},
+            {"grad": -GRAD, "samples": 11, "batches": 8, "read": 2},
+            {},
+        ),
+        ("all ranks do the same work", {}, {"grad": -GRAD, "samples": 16, "data": [6.0, 10.0]}, {}),
+        ("all ranks do the same work", {}, {"grad": -GRAD}, {"said": f"parwrap: all ranks compute the same losses at 3: {WHOLE_WORK}"}),
+        ("the runs take other ways", {"read": 3}, {"grad": -GRAD, "read": 4}, {}),
         ("the ranks read other samples than one process", {}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
         (f"(augmentation), by each rank for itself: {BY_DESIGN}", {"draws_reading": True}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
         (f"(dropout, noise), which each rank draws for itself: {BY_DESIGN}", {"draws_training": True}, {"grad": GRAD.flip(0)}, {}),
@@ -109,3 +119,61 @@ def test_an_error_on_several_ranks_is_a_difference_with_its_text():
     result = found([step(), step()], [step()], said=said, failed=True)
 
     assert "LockstepError: the ranks have come apart:\n       rank 0" == result.difference.reasons[0]
+
+
+def test_an_error_after_the_last_step_is_a_difference_too():
+    result = found([step()], [step()], said="ValueError: at the end", failed=True)
+
+    assert "the end of the run is without an error with one process and with one with parwrap\n  1. ValueError: at the end" in str(result)
+
+
+def test_a_gradient_shows_what_a_small_learning_rate_hides():
+    result = found([step(lr=1e-9)], [step(GRAD / 2, lr=1e-9)])
+
+    assert ("the norm of the gradient of fc.weight", True) == (result.difference.what, "the loss is a sum" in result.difference.reasons[0])
+
+
+def test_two_models_with_the_same_names_are_two():
+    generator, critic = step(), step(torch.ones(5), torch.zeros(5), number=1)
+
+    assert 4 == found([generator, critic] * 2, [generator, critic] * 2).steps
+
+
+def test_a_group_of_parameters_that_is_added_later_is_compared():
+    def grown(last):
+        added = step()
+        added.names, added.sizes = ["fc.weight", "head.bias"], [2, 1]
+        for each in (added.before, added.grads, added.after):
+            each.append(torch.tensor([last]))
+        return added
+
+    result = found([step(), grown(0.5)], [step(), grown(0.75)])
+
+    assert (2, "head.bias before the first step", True) == (
+        result.difference.step,
+        result.difference.what,
+        "the weights of an optimizer differ before its first step" in result.difference.reasons[0],
+    )
+
+
+def test_another_optimizer_is_a_difference_with_both_names():
+    other = step()
+    other.optimizer = "Adam"
+
+    text = str(found([step()], [other]))
+
+    assert "the optimizer that steps is SGD of 1 parameter with one process and Adam of 1 parameter with parwrap" in text
+
+
+def test_the_place_of_a_value_is_that_in_the_whole_tensor():
+    one, several = (step(torch.ones(9), torch.zeros(9)) for _ in range(2))
+    one.sizes = several.sizes = [9 * 65_536]
+    several.after[0][4] += 1
+
+    assert "fc.weight[36]" == found([one], [several]).difference.what
+
+
+def test_values_that_are_no_numbers_in_both_runs_are_counted():
+    broken = step(torch.tensor([math.nan, 1.0]))
+
+    assert str(found([broken], [broken])).endswith("; 1 values are nan or infinite in both")
