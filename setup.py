@@ -21,6 +21,7 @@ setup(
     install_requires=["torch>=2.13", "wrapt>=2.5", "numpy"],
     extras_require={
         "report": ["matplotlib"],
+        "progress": ["tqdm"],
         "test": [
             "pytest>=8.1",
             "pytest-xdist",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parwrap.decorators import evaluate as _evaluate
     from parwrap.decorators import explain as _explain
     from parwrap.decorators import hogwild as _hogwild
+    from parwrap.decorators import progress as _progress
     from parwrap.decorators import rank_zero as _rank_zero
     from parwrap.decorators import signatures
     from parwrap.decorators import sync_bn as _sync_bn
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     evaluate = signatures.decorator(_evaluate.evaluate.__init__)
     explain = signatures.decorator(_explain.explain.__init__)
     hogwild = signatures.decorator(_hogwild.hogwild.__init__)
+    progress = signatures.decorator(_progress.progress.__init__)
     every_rank_writes = signatures.decorator(_rank_zero.every_rank_writes.__init__)
     rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
     rank_zero_only = signatures.decorator(_rank_zero.rank_zero_only.__init__)
@@ -67,6 +69,7 @@ _HOMES = {
     "parwrap.decorators.launch": ("launch",),
     "parwrap.decorators.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
     "parwrap.decorators.hogwild": ("hogwild",),
+    "parwrap.decorators.progress": ("progress",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
     "parwrap.decorators.uniform_length": ("uniform_length",),
@@ -112,6 +115,7 @@ __all__ = [
     "mean_over_ranks",
     "no_sync",
     "pad_collate",
+    "progress",
     "rank",
     "rank_zero_first",
     "rank_zero_only",

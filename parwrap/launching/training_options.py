@@ -75,6 +75,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
     "sync_bn": {"action": "store_true", "help": "batch norms use the statistics of all ranks"},
     "data_parallel": {"type": _devices, "metavar": "all|0,1", "help": "one process on several GPUs, by parts of batches"},
     "uniform_length": {"action": "store_true", "help": "batches of samples of similar length"},
+    "progress": {"action": "store_true", "help": "a bar for a loop that shows none, on a terminal"},
     "explain": {"action": "store_true", "help": "at the end, a table of what parwrap did at each line"},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""

@@ -48,6 +48,7 @@ COMMAND_LINES = [
         Script("train.py", scope={}, decorators={"accumulate": Given((4,)), "amp": Given(("O2",))}),
     ),
     (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": Given()})),
+    (["--progress", "train.py"], Script("train.py", scope={}, decorators={"progress": Given()})),
     (["--explain", "--report=x.json", "train.py"], Script("train.py", scope={}, decorators={"explain": Given((), {"report": "x.json"})})),
     (
         ["--data-parallel", "0,1", "--no-gather", "--loss", "sum", "train.py"],

@@ -1,0 +1,123 @@
+"""``@progress``: a bar on rank 0's terminal for a loop without one: epoch, batches, samples per second of all ranks, loss, time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from parwrap.data.samplers import samples_in
+from parwrap.decorators.distributed import open_passes
+from parwrap.decorators.scope import Call, ScopeDecorator, module_of
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward, intercepting
+from parwrap.places import is_ours
+from parwrap.ranks.group import rank, world_size
+
+__all__ = ["progress"]
+
+BARS = ("tqdm", "rich", "fastprogress", "lightning_utilities")
+"""Packages whose bars go around a loader."""
+
+EVERY = 0.5
+"""Seconds between two looks at the loss, which wait for a GPU."""
+
+
+class progress(ScopeDecorator):
+    """Show a bar of tqdm for each training pass over a loader.
+
+    Write ``@progress`` or ``with progress():``; for a script, ``--progress``. The bar is rank 0's, on stderr. There is none if stderr is no
+    terminal, or if the script has a bar of its own around the loader.
+
+    Raises:
+        UsageError: tqdm is not installed.
+
+    >>> with progress():
+    ...     pass
+    """
+
+    layer = 90
+
+    def __init__(self) -> None:
+        super().__init__()
+        if find_spec("tqdm") is None:
+            raise UsageError("progress shows a bar of tqdm, which is not installed: pip install 'parwrap[progress]'.")
+
+    def scope(self, call: Call) -> AbstractContextManager[Any]:
+        if rank() > 0 or sys.stderr is None or not sys.stderr.isatty():
+            return nullcontext()
+        return intercepting([_Bars()], module_of(call.function) if call.function else "__main__")
+
+
+class _Bars(Interceptor):
+    """Shows a bar for each pass that trains."""
+
+    def __init__(self) -> None:
+        self._epochs = 0
+        self._loss: torch.Tensor | None = None
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        batches = original(loader)
+        return batches if _has_own_bar(sys._getframe(1)) else self._shown(loader, batches)
+
+    def backward(self, call: Backward) -> None:
+        call.run()
+        root = call.given[0]
+        self._loss = root if isinstance(root, torch.Tensor) and root.numel() == 1 else None
+
+    def _shown(self, loader: DataLoader, batches: Iterator) -> Iterator:
+        """The batches, with a bar if the pass trains, which shows with its first batch."""
+        from tqdm import tqdm
+
+        bar, samples, begin, looked = None, 0, time.perf_counter(), 0.0
+        try:
+            for number, batch in enumerate(batches):
+                if number == 0 and _trains():
+                    self._epochs += 1
+                    bar = tqdm(total=_length(loader), desc=f"epoch {self._epochs}", unit="batch", leave=True, file=sys.stderr)
+                yield batch
+                if bar is not None:
+                    samples += samples_in(batch) * world_size()
+                    if time.perf_counter() - looked > EVERY:
+                        looked = time.perf_counter()
+                        bar.set_postfix_str(self._postfix(samples / (looked - begin)), refresh=False)
+                    bar.update()
+            if bar is not None:
+                bar.set_postfix_str(self._postfix(samples / (time.perf_counter() - begin)))
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def _postfix(self, rate: float) -> str:
+        loss = "" if self._loss is None else f"loss {self._loss.item():.4g}, "
+        return f"{loss}{rate:,.0f} samples/s"
+
+
+def _trains() -> bool:
+    """Whether the pass that has just begun trains; on one rank, whether gradients are on."""
+    passes = open_passes()
+    if passes is None:
+        return torch.is_grad_enabled()
+    return passes.innermost is not None and passes.innermost.trains
+
+
+def _length(loader: DataLoader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return None
+
+
+def _has_own_bar(frame: FrameType | None) -> bool:
+    """Whether the innermost frame that is not torch's or parwrap's belongs to a package of bars."""
+    while frame is not None and (is_ours(frame.f_code.co_filename) or "wrapt" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BARS

@@ -1,0 +1,86 @@
+"""``@progress`` on a terminal, which is a pseudo-terminal here, and without one."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+import parwrap
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=4)
+for epoch in range(2):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        for (x,) in loader:
+            model(x)
+"""
+
+
+def shown(script, folder, ranks):
+    """What the script shows with ``--progress``, on a terminal."""
+    (folder / "train.py").write_text(script)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    command = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", str(ranks), "--progress", "train.py"]
+    with subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        parts = []
+        while part := _read(ours):
+            parts.append(part)
+        process.wait(60)
+    os.close(ours)
+    return b"".join(parts).decode()
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@pytest.mark.parametrize(("ranks", "batches"), [(1, 6), (2, 3)])
+def test_each_training_pass_has_a_bar_with_the_batches_of_the_share(ranks, batches, tmp_path):
+    text = shown(SCRIPT, tmp_path, ranks)
+
+    assert ["1", "2"] == sorted(set(re.findall(r"epoch (\d)", text)))
+    last = text.replace("\r", "\n").rstrip().splitlines()[-1]
+    assert re.search(rf"epoch 2: 100%\|.*\| {batches}/{batches} \[.*loss 0\.\d+, [\d,]+ samples/s\]", last)
+
+
+def test_a_loop_with_a_bar_of_its_own_gets_no_other(tmp_path):
+    own = SCRIPT.replace("in loader:\n        optimizer", "in tqdm(loader, desc='own'):\n        optimizer")
+
+    text = shown("from tqdm import tqdm\n" + own, tmp_path, 2)
+
+    assert (True, False) == ("own: " in text, "epoch" in text)
+
+
+def test_without_a_terminal_there_is_no_bar(capfd):
+    with parwrap.progress():
+        exec(SCRIPT, {"__name__": "script"})
+
+    assert "" == capfd.readouterr().err
+
+
+def test_without_tqdm_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("parwrap.decorators.progress.find_spec", lambda name: None)
+
+    with pytest.raises(
+        parwrap.UsageError, match=r"progress shows a bar of tqdm, which is not installed: pip install 'parwrap\[progress\]'\."
+    ):
+        parwrap.progress()
