@@ -1,6 +1,6 @@
 """Experiment trackers on ranks above 0 stay silent, by their own switches: there is one run, rank 0's (contract, rule 8).
 
-wandb has a mode for this. mlflow has none, so such a rank logs to a temporary directory. A tracker that is imported later is silenced then.
+wandb has a mode for this. mlflow has none, so these ranks log to a temporary directory. A tracker imported later is silenced on import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parwrap.intercept.patch import Patch, installed
 __all__ = ["trackers_silent"]
 
 ON_A_SERVER = ("run_id", "experiment_id", "parent_run_id")
-"""Arguments of mlflow that name what exists only where rank 0 logs."""
+"""Arguments of mlflow that name something which exists only on the server of rank 0."""
 
 VARIABLES = {"WANDB_MODE": "disabled", "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_RUN_ID": None, "MLFLOW_EXPERIMENT_ID": None}
 """The variables of a silent rank and its child processes; those with ``None`` are unset."""
@@ -45,7 +45,7 @@ def _begin(stack: ExitStack, silent: Callable[[Any], AbstractContextManager[None
 
 
 def _wandb(wandb: Any) -> AbstractContextManager[None]:
-    """``wandb.init`` is disabled. Its argument ``mode`` would win over the variable."""
+    """Disable ``wandb.init`` through its argument ``mode``, which takes precedence over the variable."""
 
     def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         return wrapped(*args, **{**kwargs, "mode": "disabled"})
@@ -55,7 +55,7 @@ def _wandb(wandb: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _mlflow(mlflow: Any) -> Iterator[None]:
-    """mlflow logs to a temporary directory, whatever the script sets. A run that the script resumes is a new one there."""
+    """mlflow logs to a temporary directory, whatever the script sets. A run that the script resumes becomes a new run there."""
 
     def set_tracking_uri(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         pass

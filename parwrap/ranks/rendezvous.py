@@ -104,7 +104,7 @@ def on_loopback(world: World) -> Iterator[None]:
 def _placed(world: World, store: SignedStore) -> World:
     """``world``, completed with facts that a launcher may not provide: which node this is, and which ranks it has.
 
-    A launcher may count the ranks of a machine where containers on it are nodes of their own, or may number ranks in turn over the nodes.
+    A launcher may count all ranks of a machine although each container on it is a node, or may number ranks in turn over the nodes.
     """
     if world.on_one_node:
         return replace(world, node_rank=0, node_ranks=tuple(range(world.size)))
@@ -217,12 +217,12 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _launcher_process(names: list[str]) -> str:
-    """The nearest parent process that is not a rank of this job.
+    """An identifier of the nearest ancestor process that is not below the launcher of this job.
 
-    It is the same for all ranks on this node, and identifies the job if the launcher does not.
+    All ranks on this node get the same one, so it identifies the job if the launcher's variables do not.
 
     Args:
-        names: the variables with a rank's number and the world size, which all processes below the launcher have, such as a shell.
+        names: the variables with a rank's number and the world size. All processes below the launcher have them, also a shell.
     """
     mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     process, born = os.getppid(), ""
