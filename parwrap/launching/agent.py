@@ -80,7 +80,7 @@ def launch(plan: LaunchPlan) -> int:
             output = RankOutput(folder, plan.ranks, plan.everyone, plan.log_dir)
         status, explained = _run(plan, folder, failures, output)
         failed = read_failures(failures)
-        if status > 128:  # the signal that ended this job has ended the ranks that others lost
+        if status > 128:  # a signal ended this job: ranks that lost another rank fail because of it
             failed = [failure for failure in failed if not failure.lost_another]
         if output:
             output.close(failed if status else [])
@@ -187,7 +187,7 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
         raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
-    )  # nohup ignores it
+    )  # such as SIGHUP under nohup
     if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
         changes["rdzv_id"] = str(uuid.uuid4())
     try:
@@ -243,7 +243,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
                 process.join(max(0.0, until - time.monotonic()))
             codes = recorded_codes(context)
         result = wrapped(*args, **kwargs)
-        for local_rank, failed in (result.failures if result else {}).items():  # right after that check
+        for local_rank, failed in (result.failures if result else {}).items():  # after recorded_codes()
             if failed.exitcode:
                 record(context.envs[local_rank], failed.exitcode)
         if result is None and nodes.failed:

@@ -24,7 +24,7 @@ SHARES_FILES = False
 KINDS = {"pytorchjob": "from v1, of the Training Operator from 1.7", "trainjob": "v2, of Kubeflow Trainer"}
 RUNTIME = "torch-distributed"
 LONGEST_NAME = 46
-"""The maximum length of a job's name: a label holds 63 characters, and pods are named after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
+"""The maximum length of a job's name: a label holds 63 characters, and a pod adds a suffix like ``-worker-99`` or ``-node-0-999-abcde``."""
 LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
 """What Kubernetes may parse as a number or a boolean unless it is quoted.
 

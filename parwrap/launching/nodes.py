@@ -96,7 +96,7 @@ class Nodes:
         self._store = store.clone()
 
     def _agree(self, agent: Any) -> SignedStore:
-        """Agree with the other nodes on the ranks' store, the network interface and the remaining restarts. Returns a store for this start."""
+        """Agree with the other nodes on the ranks' store, the network interface and the restarts left. Returns a store for this start."""
         group = agent.get_worker_group()
         self._mine = group.group_rank
         static = group.spec.rdzv_handler.get_backend() == "static"  # torch has one store for all starts
@@ -242,7 +242,7 @@ class Nodes:
 
 @contextmanager
 def _ranks_store_apart() -> Iterator[None]:
-    """Keep the ranks' store apart from the rendezvous store: with one store for both, a node that joins later would wait forever for torch's notification."""
+    """Keep the ranks' store apart from the rendezvous store: otherwise a node that joins later would wait forever for a notification."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
     os.environ[name] = "1"

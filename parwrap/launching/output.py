@@ -164,7 +164,7 @@ class RankOutput:
             if shown is not None and shown not in self._lost:
                 try:
                     _write(shown, prefixed(lines.take(data), self._ranks.get(local_rank, local_rank)) if self.pipes.everyone else data)
-                except BrokenPipeError:  # by the reader
+                except BrokenPipeError:  # the reader has ended
                     self._lost.add(shown)
                 except OSError as error:
                     self._lost.add(shown)

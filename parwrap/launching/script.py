@@ -185,9 +185,9 @@ def _forget_the_fork() -> None:
     multiprocessing.set_start_method(None, force=True)  # otherwise loaders would start their workers in the way this rank was started
     multiprocessing.current_process().name = "MainProcess"
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # the launcher's handle, after it forked itself
+        if callable(signal.getsignal(number)):  # a handler of the launcher, which a forked rank inherits
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if sys.stdout is not None:  # it was closed
+    if sys.stdout is not None:  # None if it was closed
         cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
     if os.environ["WORLD_SIZE"] == "1":
         gc.unfreeze()  # it may launch ranks, and must receive their results

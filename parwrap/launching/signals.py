@@ -106,7 +106,7 @@ def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
 
 def _received(notes: Path, number: int) -> bool:
     try:
-        # a worker that the same Ctrl-C ends may be recorded after it
+        # the SIGCHLD of a worker that the same Ctrl-C ends may be recorded after the signal
         last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
         return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
     except FileNotFoundError:  # the rank is still starting

@@ -1,7 +1,7 @@
 """``--launcher slurm``: writes a job's batch script, submits it and follows the job to its end.
 
-The batch script is a pure function of the job. Each node runs ``parwrap.run`` in one task. Ranks that your own ``srun`` starts are detected in
-``ranks/world.py``.
+The batch script is a pure function of the job. Each node runs ``parwrap.run`` in one task. ``ranks/world.py`` detects ranks that your own
+``srun`` starts.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
     "uniform_length": {"action": "store_true", "help": "batches of samples of similar length"},
     "explain": {"action": "store_true", "help": "at the end, a table of what parwrap did at each line"},
 }
-"""The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is the first argument of its decorator."""
+"""The arguments of ``argparse`` for each decorator of parwrap around the script. An option's value is its decorator's first argument."""
 
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_gather": ("data_parallel", {"action": "store_true", "help": "data_parallel: outputs stay on their devices"}),

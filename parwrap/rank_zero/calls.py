@@ -61,12 +61,12 @@ class Opening(NamedTuple):
     opener: Any = None
 
     def run(self) -> Any:
-        """Call the original ``open``."""
+        """Do what ``open`` does."""
         return self.original(*self[1:])
 
     @property
     def writes(self) -> bool:
-        """Whether the call may change the file.
+        """Whether it may change the file.
 
         >>> [Opening(open, "a", mode).writes for mode in ("rb", "r+", "at")]
         [False, True, True]
@@ -110,7 +110,7 @@ class Change(NamedTuple):
 
 
 class FileCalls(Protocol):
-    """What a rank does for each intercepted call. ``writer.py`` implements it for rank 0, ``replica.py`` for the other ranks."""
+    """What happens to the calls. ``writer.py`` implements it for rank 0, ``replica.py`` for the other ranks."""
 
     def open(self, call: Opening) -> Any: ...
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...

@@ -31,7 +31,7 @@ LISTING = ("git branch", "git remote", "git tag", "git config")
 """Subcommands that only list, as long as only options follow."""
 
 LONGEST = 60
-"""The maximum number of characters of a command to show."""
+"""The number of characters of a command to show."""
 
 
 def warn_of_command(command: Any, size: int, said: set[Place]) -> None:

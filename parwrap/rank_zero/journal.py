@@ -36,7 +36,7 @@ class Sites:
         self._lock = threading.Lock()
 
     def next(self) -> str:
-        """Number the save that begins now, and return its name: the line and the number."""
+        """The name of the save that the running code begins."""
         frame = sys._getframe(1)
         while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
             frame = frame.f_back

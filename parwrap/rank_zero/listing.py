@@ -50,7 +50,7 @@ class SeenEntry:
 
 
 class Entries:
-    """An iterator like the one that ``os.scandir`` returns.
+    """What ``os.scandir`` returns.
 
     Args:
         entries: objects like ``os.DirEntry``.

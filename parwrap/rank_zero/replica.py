@@ -26,7 +26,7 @@ MOST_COPIED = 2**28
 """The maximum size, in bytes, of a file, such as a database, that is copied to scratch before native code changes it."""
 
 MOST_LINKED = 2**26
-"""The maximum size, in bytes, of a file on the disk that ``os.link`` copies. Larger files are read where they are."""
+"""The maximum size, in bytes, of a file of the disk that ``os.link`` copies. Larger ones are read where they are."""
 
 
 class ReplicaFiles:
@@ -255,7 +255,7 @@ class ReplicaFiles:
         return self._rules.looks() and (self._rules.acts() or not self._rules.in_process())
 
     def _read(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> Any:
-        """The path at which this rank finds ``path``.
+        """Where ``path`` is for this rank.
 
         Raises:
             FileNotFoundError: it does not exist for this rank.

@@ -86,7 +86,7 @@ class Overlay:
         self._folders: dict[str, str] = {}
         self._made = 0
         self.since = rules.since
-        """Paths on the disk that were changed after this time are hidden, because rank 0 may be ahead."""
+        """Paths that were changed later are hidden, because rank 0 may be ahead."""
         self._running: dict[int, float] = {}
         self._ran: list[tuple[float, float]] = []
         self._left_alone = 0
@@ -268,7 +268,7 @@ class Overlay:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def child_began(self, process: int) -> None:
-        """Record that a child process of this rank begins."""
+        """A child process of this rank begins."""
         self._running[process] = clock()
 
     def child_ended(self, process: int) -> None:
@@ -353,7 +353,7 @@ class Overlay:
         while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < since + self._timeout:
             self._check_wait(since, what)
             time.sleep(NAP)
-        self._left_alone = min(self._left_alone, len(self._journal.alone))  # it does not wait for the same again
+        self._left_alone = min(self._left_alone, len(self._journal.alone))  # so that a later call does not wait again
 
     def _below(self, folder: str) -> list[str]:
         return [key for key in self._entries if key.startswith(f"{folder}/")]

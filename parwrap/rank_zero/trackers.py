@@ -1,6 +1,6 @@
 """Experiment trackers on ranks above 0 stay silent, by their own switches: there is one run, rank 0's (contract, rule 8).
 
-wandb has a mode for this. mlflow has none, so these ranks log to a temporary directory. A tracker imported later is silenced on import.
+wandb has a mode for this. mlflow has none, so such a rank logs to a temporary directory. A tracker that is imported later is silenced then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _begin(stack: ExitStack, silent: Callable[[Any], AbstractContextManager[None
 
 
 def _wandb(wandb: Any) -> AbstractContextManager[None]:
-    """Disable ``wandb.init`` through its argument ``mode``, which takes precedence over the variable."""
+    """``wandb.init`` is disabled. Its argument ``mode`` would win over the variable."""
 
     def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         return wrapped(*args, **{**kwargs, "mode": "disabled"})
@@ -55,7 +55,7 @@ def _wandb(wandb: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _mlflow(mlflow: Any) -> Iterator[None]:
-    """mlflow logs to a temporary directory, whatever the script sets. A run that the script resumes becomes a new run there."""
+    """mlflow logs to a temporary directory, whatever the script sets. A run that the script resumes is a new one there."""
 
     def set_tracking_uri(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         pass

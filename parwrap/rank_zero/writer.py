@@ -32,7 +32,7 @@ MOST_COPIED = 2**26
 
 
 def saved_path(file: Any) -> Any:
-    """The path that ``torch.save`` writes to, for a path or an open file; ``None`` for a buffer, which every rank fills for itself."""
+    """The path that ``torch.save`` writes to: a path, or that of an open file; ``None`` for a buffer, which is every rank's own."""
     if isinstance(file, (str, os.PathLike)):
         return file
     if type(file) in (io.BufferedWriter, io.BufferedRandom, io.FileIO) and isinstance(file.name, (str, os.PathLike)):
@@ -250,7 +250,7 @@ class WriterFiles:
             return write(path)
 
     def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:
-        """The key of a path that is about to change, if the rules apply. Its content from before the run is kept for slower ranks."""
+        """The key of a path that is about to change, if the rules apply; what it was before the run is kept for slower ranks."""
         key = self._rules.writes(path, dir_fd)
         if key is None:
             return None

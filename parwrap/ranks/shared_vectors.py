@@ -32,7 +32,7 @@ POLLING = 5e-5
 
 
 def keeps_order_of_writes() -> bool:
-    """Whether other processes see a process's writes in order. Processors other than x86 would need a memory barrier, which Python lacks."""
+    """Whether other processes see a process's writes in order. Processors other than x86 need a memory barrier, which Python lacks."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
