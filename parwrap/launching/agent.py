@@ -243,7 +243,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
                 process.join(max(0.0, until - time.monotonic()))
             codes = recorded_codes(context)
         result = wrapped(*args, **kwargs)
-        for local_rank, failed in (result.failures if result else {}).items():  # after recorded_codes()
+        for local_rank, failed in (result.failures if result else {}).items():  # it failed after recorded_codes()
             if failed.exitcode:
                 record(context.envs[local_rank], failed.exitcode)
         if result is None and nodes.failed:

@@ -80,7 +80,7 @@ class Failure:
     def write(self, directory: Path) -> bool:
         """Save this failure in ``directory``, unless the rank has already reported one. Returns whether it is the first.
 
-        A rank calls this inside its scope, where the usual ways to write a file write to scratch on ranks above 0.
+        A rank calls this inside its scope, where ordinary file calls of ranks above 0 write to scratch.
         """
         path = directory / f"{self.attempt}-{self.rank}.json"
         if path.exists():

@@ -33,7 +33,7 @@ receives them once it is ready."""
 
 
 def start(modules: Sequence[str]) -> None:
-    """Fork the server unless it runs already; it then loads ``modules``. This process must have one thread and no initialized CUDA."""
+    """Fork the server, which loads ``modules``, unless it runs. This process must have one thread and must not have initialized CUDA."""
     _find_place_for_sockets()
     resource_tracker.ensure_running()  # a child process, which starts in the same way
 

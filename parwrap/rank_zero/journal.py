@@ -115,7 +115,7 @@ class JournalReader:
         return self
 
     def crossed(self) -> None:
-        """Forget what the first rank did before the barrier that all ranks have passed: it is no longer ahead."""
+        """Forget what the first rank did before the barrier that all ranks have passed, because it is no longer ahead."""
         self.update()
         self.made.clear()
         self.before.clear()

@@ -35,7 +35,7 @@ class ReplicaFiles:
     Args:
         overlay: the files of this rank.
         progress: the changes that all ranks have made.
-        stands_in: on the first rank of a node without rank 0, keeps the checkpoints that it saves for its node; else ``None``.
+        stands_in: on the first rank of a node without rank 0, keeps the checkpoints that this rank saves for its node; else ``None``.
     """
 
     def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
@@ -273,7 +273,7 @@ class ReplicaFiles:
             return path if place == named else place
 
     def _content(self, path: Any) -> Any:
-        """As :meth:`_read`, but the file of rank 0 in place of a marker."""
+        """As :meth:`_read`, but returns rank 0's file in place of a marker."""
         place = self._read(path)
         with passing():
             return self._overlay.content(place)
@@ -442,7 +442,7 @@ class ReplicaFiles:
 
 
 def _named(stream: Any, name: Any, place: Any) -> Any:
-    """``stream``, which was opened at ``place``, with ``name``, the path in the script, as its attribute ``name``."""
+    """``stream``, which was opened at ``place``, with the script's path ``name`` as its attribute ``name``."""
     if place is not name:
         raw = getattr(stream, "buffer", stream)
         getattr(raw, "raw", raw).name = name

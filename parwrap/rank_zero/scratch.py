@@ -46,7 +46,7 @@ class Entry:
 
     Attributes:
         kind: what it is now.
-        place: where the content is, for a folder a folder in scratch; ``None`` if the path is gone.
+        place: where the content is; ``None`` if the path is gone. A folder has a folder in scratch.
         opaque: whether this folder hides a folder at the same path on the disk, for example because this folder was moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
     """
@@ -114,7 +114,7 @@ class Overlay:
         return self._covering > 0 or (path if type(path) is str else os.fsdecode(path)).rpartition("/")[2] in self._names
 
     def may_be_made_ahead(self, key: str) -> bool:
-        """Whether rank 0, on another node, may have made the folder ahead of this rank. On the node of rank 0, the journal tells."""
+        """Whether rank 0, on another node, may have made the folder ahead of this rank. On rank 0's node, the journal names such folders."""
         if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
             return False
         return os.stat(key).st_ctime > self.since
@@ -217,7 +217,7 @@ class Overlay:
         return first[len(MARK) :].decode().rstrip("\n") if first.startswith(MARK) else None
 
     def content(self, place: Any) -> Any:
-        """Where to read the content of ``place``. For a marker, wait until rank 0 has saved the file, and return that."""
+        """Where to read the content of ``place``. For a marker, wait until rank 0 has saved the file, and return where that is."""
         save = self.marked(place)
         if save is None:
             return place
@@ -244,7 +244,7 @@ class Overlay:
         )
 
     def crossed(self) -> None:
-        """Show this rank what is on the disk now, and nothing that is gone from it: all ranks have passed a barrier."""
+        """Show this rank the disk as it is now, because all ranks have passed a barrier."""
         self.since = clock() + ROUNDING
         self._ran.clear()
         self._journal.crossed()

@@ -1,7 +1,7 @@
 """Describes the structure of nested dicts, lists, tuples and dataclasses of numbers, tensors and arrays, to compare it between ranks.
 
 A collective over them needs the same keys, lengths, shapes and dtypes on every rank, because values are matched by position. Only numbers
-and tensors without a dimension may differ in type, because ``sum([])`` is an ``int`` and other sums may not be.
+and tensors without a dimension may differ in type, because ``sum([])`` is an ``int`` where other ranks may have a ``float``.
 """
 
 from __future__ import annotations
