@@ -114,7 +114,7 @@ class Overlay:
         return self._covering > 0 or (path if type(path) is str else os.fsdecode(path)).rpartition("/")[2] in self._names
 
     def may_be_made_ahead(self, key: str) -> bool:
-        """Whether rank 0, on another node, may have made the folder ahead of this rank. On rank 0's node, the journal names such folders."""
+        """Whether rank 0, on another node, may have made the folder ahead of this rank. On rank 0's node, the journal names those."""
         if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
             return False
         return os.stat(key).st_ctime > self.since
