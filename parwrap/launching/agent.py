@@ -56,7 +56,7 @@ from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_conte
 __all__ = ["launch"]
 
 FOLLOWING = 0.3
-"""Seconds to wait for ranks that leave at the same place as the first one."""
+"""Seconds to wait for other ranks to exit after the first rank has ended with ``sys.exit`` or similar."""
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -80,7 +80,7 @@ def launch(plan: LaunchPlan) -> int:
             output = RankOutput(folder, plan.ranks, plan.everyone, plan.log_dir)
         status, explained = _run(plan, folder, failures, output)
         failed = read_failures(failures)
-        if status > 128:  # the signal that ended this job has ended the ranks that others lost
+        if status > 128:  # a signal ended this job: ranks that lost another rank fail because of it
             failed = [failure for failure in failed if not failure.lost_another]
         if output:
             output.close(failed if status else [])
@@ -121,7 +121,7 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
 
 
 def _report(status: int, explained: bool, failed: list[Failure]) -> int:
-    """Report the failures, unless a restart has succeeded. Returns their exit code."""
+    """Report the failures, unless a restart has succeeded. Returns the exit code of the launch."""
     if status == 128 + signal.SIGINT and not failed:  # ranks that ignore the signal, or had not started yet
         print("parwrap.run: interrupted", file=sys.stderr)
     if status and (text := report(failed, explained) if failed else ""):  # failures before a restart were reported then
@@ -130,7 +130,7 @@ def _report(status: int, explained: bool, failed: list[Failure]) -> int:
 
 
 class _OneNode(RendezvousHandler):
-    """The rendezvous of a single node: it does not wait, and its ranks meet in a folder, a new one at each start. No port is opened.
+    """The rendezvous of a single node. It does not wait and opens no port: at each start, the ranks meet in a new folder.
 
     Args:
         variables: the variables for the ranks; :data:`INIT_METHOD` is added, unless the user has set another one.
@@ -187,7 +187,7 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
         raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
-    )  # nohup ignores it
+    )  # such as SIGHUP under nohup
     if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
         changes["rdzv_id"] = str(uuid.uuid4())
     try:
@@ -216,10 +216,10 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
 
 
 def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
-    """A wrapper for torch's check of its processes, which would wait forever for a value from a process that ended with 0.
+    """A wrapper for torch's check of its processes. Torch's own check would wait forever for a value from a process that ended with 0.
 
-    It also records processes that ended without a report, before torch ends the others too. A failure on one of the ``nodes`` fails the
-    job on all, and no node finishes before the others.
+    The wrapper also records processes that ended without a report, before torch ends the other processes. A failure on one of the
+    ``nodes`` fails the job on all nodes, and no node finishes before the others.
     """
 
     def record(environ: dict[str, str], code: int) -> None:
@@ -243,7 +243,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
                 process.join(max(0.0, until - time.monotonic()))
             codes = recorded_codes(context)
         result = wrapped(*args, **kwargs)
-        for local_rank, failed in (result.failures if result else {}).items():  # right after that check
+        for local_rank, failed in (result.failures if result else {}).items():  # it failed after recorded_codes()
             if failed.exitcode:
                 record(context.envs[local_rank], failed.exitcode)
         if result is None and nodes.failed:
@@ -260,7 +260,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
 
 
 def _all_left(failures: Path) -> bool:
-    """Whether the failed ranks ended with ``sys.exit`` or similar, so that others may be about to do the same."""
+    """Whether the failed ranks ended with ``sys.exit`` or similar, so that other ranks may be about to do the same."""
     return all(failure.ending == "exited" for failure in read_failures(failures))
 
 

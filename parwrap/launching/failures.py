@@ -80,7 +80,7 @@ class Failure:
     def write(self, directory: Path) -> bool:
         """Save this failure in ``directory``, unless the rank has already reported one. Returns whether it is the first.
 
-        A rank calls this inside its scope, where other ways to write a file lead elsewhere on ranks above 0.
+        A rank calls this inside its scope, where ordinary file calls of ranks above 0 write to scratch.
         """
         path = directory / f"{self.attempt}-{self.rank}.json"
         if path.exists():
@@ -103,12 +103,12 @@ class Failure:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended it."""
+        """Whether Ctrl-C ended the rank."""
         return self.ending == "raised" and self.status == 128 + signal.SIGINT
 
     @property
     def lost_another(self) -> bool:
-        """Whether it failed because another rank had ended."""
+        """Whether the rank failed because another rank had ended."""
         return self.exception.startswith(LockstepError.__name__) or any(text in self.exception for text in LOST)
 
     @property

@@ -24,7 +24,7 @@ from parwrap.ranks.processes import die_with_parent
 __all__ = ["BLOCKED", "loading", "start", "stop"]
 
 LONGEST = 60
-"""The maximum length of the path in bytes: multiprocessing appends up to 40, and Linux allows 107."""
+"""The maximum length, in bytes, of the path of the directory for sockets: multiprocessing appends up to 40, and Linux allows 107."""
 
 MEANT_FOR_RANKS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 BLOCKED: set[signal.Signals] = set()
@@ -33,7 +33,7 @@ receives them once it is ready."""
 
 
 def start(modules: Sequence[str]) -> None:
-    """Fork the server unless it runs already; it then loads ``modules``. This process has one thread and has not initialized CUDA."""
+    """Fork the server, which loads ``modules``, unless it runs. This process must have one thread and must not have initialized CUDA."""
     _find_place_for_sockets()
     resource_tracker.ensure_running()  # a child process, which starts in the same way
 
@@ -87,7 +87,7 @@ def stop() -> None:
 
 
 def _serve(parent: int, modules: Sequence[str], program: str, descriptors: Sequence[int]) -> NoReturn:
-    """Run ``program``, the argument for a new interpreter, with ``descriptors``, until this process ends."""
+    """Load ``modules`` and run ``program``, multiprocessing's code for the server, until this process ends. ``descriptors`` stay open."""
     try:
         die_with_parent(parent)
         BLOCKED.update(MEANT_FOR_RANKS - signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_RANKS))

@@ -24,11 +24,11 @@ SHARES_FILES = False
 KINDS = {"pytorchjob": "from v1, of the Training Operator from 1.7", "trainjob": "v2, of Kubeflow Trainer"}
 RUNTIME = "torch-distributed"
 LONGEST_NAME = 46
-"""A label holds 63 characters, and pods are named after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
+"""The maximum length of a job's name: a label holds 63 characters, and a pod adds a suffix like ``-worker-99`` or ``-node-0-999-abcde``."""
 LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
 """What Kubernetes may parse as a number or a boolean unless it is quoted.
 
-This is more than in YAML 1.1, for example ``1e-3``, ``08`` and ``y``.
+These are more values than in YAML 1.1, for example ``1e-3``, ``08`` and ``y``.
 """
 
 
@@ -117,7 +117,7 @@ def _name_of(script: str) -> str:
 
 
 def _pytorchjob(job: Job, environment: dict[str, Any]) -> dict[str, Any]:
-    """Pods that all restart when one fails if ``--max-restarts`` is given, else a master pod, with the rendezvous, and workers."""
+    """The job's specification: with ``--max-restarts``, pods that all restart when one fails; otherwise a master pod and workers."""
     common = {
         "runPolicy": {"cleanPodPolicy": "Running"},  # so that pods that wait for a failed one are removed
         "nprocPerNode": job.ranks_per_node or "1",
@@ -170,7 +170,7 @@ def _trainjob(job: Job, environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _command(job: Job) -> dict[str, Any]:
-    """Kubernetes expands ``$(NAME)`` to a variable unless the dollar is doubled."""
+    """The container's command and arguments. Dollars are doubled, because Kubernetes would expand ``$(NAME)`` to a variable."""
     command = job.command if job.ranks_per_node else ("--nproc-per-node", "1", *job.command)
     return {"command": ["python", "-m", "parwrap.run"], "args": [argument.replace("$", "$$") for argument in command]}
 

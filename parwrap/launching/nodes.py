@@ -34,7 +34,7 @@ REPORT_WAIT = 3.0
 """Seconds that a node waits after a failure for the reports of the other nodes."""
 
 POLLING = 0.1
-"""Seconds between two checks for these reports."""
+"""Seconds between two checks of the store, for reports and other messages."""
 
 HEARTBEAT = 1.0
 """Seconds between two heartbeats of a node."""
@@ -96,7 +96,7 @@ class Nodes:
         self._store = store.clone()
 
     def _agree(self, agent: Any) -> SignedStore:
-        """Agree with the other nodes on what torch does not decide. Returns a store for this start."""
+        """Agree with the other nodes on the ranks' store, the network interface and the restarts left. Returns a store for this start."""
         group = agent.get_worker_group()
         self._mine = group.group_rank
         static = group.spec.rdzv_handler.get_backend() == "static"  # torch has one store for all starts
@@ -242,7 +242,7 @@ class Nodes:
 
 @contextmanager
 def _ranks_store_apart() -> Iterator[None]:
-    """Keep the ranks' store separate: with a shared store, a node that joins later would wait forever for torch's notification."""
+    """Keep the ranks' store apart from the rendezvous store: otherwise a node that joins later would wait forever for a notification."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,7 +1,7 @@
-"""Forwards what ranks write to the terminal and to log files, one per rank: whole lines, prefixed with the rank if several are shown.
+"""Forwards the output of ranks to the terminal and to log files, one per rank: whole lines, prefixed with the rank if several are shown.
 
-A rank writes into named pipes that the launcher reads. So its last output arrives however it ends, and so does the output of native code
-and of other programs. ``rank_zero/`` decides which ranks are silent.
+A rank writes into named pipes that the launcher reads. So its last output arrives however the rank ends, and so does the output of native
+code and of other programs. ``rank_zero/`` decides which ranks are silent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALL_RANKS = "PARWRAP_ALL_RANKS"
 """The variable that is 1 if the launcher shows what every rank prints, so that no rank is silent."""
 
 LOG = "PARWRAP_LOG"
-"""The variable with the file, if there is one, that takes what a silent rank prints."""
+"""The variable with the path of the file for the output of a silent rank; unset without such a file."""
 
 STREAMS = {"out": 1, "err": 2, "log": None}
 """The pipes of a rank: stdout, stderr and one only for its log file, each with the launcher's descriptor for it."""
@@ -41,12 +41,12 @@ PROGRESS = 10.0
 
 @dataclass(frozen=True)
 class Pipes:
-    """Where the ranks of a node write.
+    """The named pipes into which the ranks of a node write.
 
     Attributes:
-        directory: the directory of their named pipes.
+        directory: the directory of the pipes.
         everyone: whether the output of all ranks is shown.
-        logged: whether each has a log file, so that hidden output is kept too.
+        logged: whether each rank has a log file, so that hidden output is kept too.
     """
 
     directory: str
@@ -70,7 +70,7 @@ class Pipes:
 
 
 class RankOutput:
-    """The launcher's end: forward passes what the ranks of this node write while :meth:`passed_on` is open.
+    """The launcher's end of the pipes: forwards what the ranks of this node write while :meth:`passed_on` is open.
 
     Args:
         directory: an empty directory for the pipes.
@@ -79,7 +79,7 @@ class RankOutput:
         log_dir: the directory of the ranks' log files; ``None`` for no files.
 
     Raises:
-        LaunchError: files cannot be created in that directory.
+        LaunchError: ``log_dir`` cannot be created.
     """
 
     def __init__(self, directory: Path, ranks: int, everyone: bool, log_dir: str | None) -> None:
@@ -164,7 +164,7 @@ class RankOutput:
             if shown is not None and shown not in self._lost:
                 try:
                     _write(shown, prefixed(lines.take(data), self._ranks.get(local_rank, local_rank)) if self.pipes.everyone else data)
-                except BrokenPipeError:  # by the reader
+                except BrokenPipeError:  # the reader has ended
                     self._lost.add(shown)
                 except OSError as error:
                     self._lost.add(shown)

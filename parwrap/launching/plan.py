@@ -39,7 +39,7 @@ OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processe
 FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
 """The options that ask for several ranks; without them, one rank runs."""
 TORCHRUNS = {"nnodes": "1:1", "node_rank": 0, "master_addr": None, "master_port": None}
-"""Torchrun's defaults; :func:`plan_launch` has the one of the rendezvous."""
+"""Torchrun's defaults; :func:`plan_launch` has the default of the rendezvous backend."""
 NOT_GIVEN = dict.fromkeys([*TORCHRUNS, "nproc_per_node"])
 """Parser defaults that mark torchrun's options as not given."""
 ONE = ("1", "1:1")
@@ -54,8 +54,8 @@ class Script:
         target: a path, the name of a module, or a program that is not Python.
         args: its arguments.
         kind: which of these ``target`` is.
-        scope: the options of the ``distributed`` around it; ``None`` to only launch it.
-        decorators: other decorators of parwrap around it, each with its arguments.
+        scope: the options of the ``distributed`` scope around the target; ``None`` to only launch the target.
+        decorators: other decorators of parwrap around the target, each with its arguments.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 
@@ -247,7 +247,7 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def format_help(self) -> str:
-        """A few options of torchrun, and those of parwrap and of a launcher, a line each where it is enough."""
+        """The help text: a few options of torchrun, and those of parwrap and of a launcher, on one line each where possible."""
         text = EXAMPLES + _rows({**OF_TORCHRUN, **_options_of(self.ours)})
         text += _rows({"-h, --help; --help-all": "this list; all options of torchrun too"})
         for group in self._action_groups[self._action_groups.index(self.ours) + 1 :]:
@@ -338,7 +338,7 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
 
 
 def _refuse_several(ranks: int, nodes: tuple[int, int], options: dict[str, Any]) -> None:
-    """Raise if several ranks are asked for where one process runs on several devices."""
+    """Raise an error if the command asks for several ranks, although ``--data-parallel`` runs one process on several devices."""
     if ranks > 1 or nodes != (1, 1):
         raise UsageError(
             "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks: remove one of "
@@ -383,7 +383,7 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
 
 
 def _option_after_script(script: Script) -> str:
-    """The notice for an option for several ranks that stands after the script, so that the script receives it."""
+    """The notice that an option such as ``--nnodes`` comes after the script, so that the script receives it; empty if none does."""
     given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
     if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
         return ""  # a script with such an option is a launcher itself
@@ -406,7 +406,7 @@ def _look_for(target: str, arguments: argparse.Namespace) -> None:
 
 
 def _needs_no_agent(arguments: argparse.Namespace) -> bool:
-    """Whether the command line asks only to run the script."""
+    """Whether the command asks for nothing that needs torch's agent: several nodes, a plain launch, restarts or log files."""
     logs = arguments.log_dir or _torchrun_logs(arguments)
     return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
 

@@ -1,8 +1,8 @@
 """``--launcher ray``: runs a Ray Train job with one rank per worker, on this machine or a cluster, and prints its output here.
 
-First comes what runs here, then what a worker runs: Ray runs functions in a thread, where a script could not handle signals and would leave
-its imports behind, so a worker starts the script in a process and forwards its output and failure. The scope opens the process group there,
-from torch's variables. Ray keeps its own logs.
+The first part of this file runs here, the second in a worker. Ray runs functions in a thread, where a script could not handle signals and
+would leave its imports behind. So a worker starts the script in a child process, and forwards its output and failure. In the child, the
+scope opens the process group from torch's variables. Ray keeps its own logs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ import torch  # not something of this name that lies about in the directory
 sys.path.insert(0, directory)
 run_rank(*pickle.load(sys.stdin.buffer))
 """
-"""What a worker's child runs; it is given the arguments of ``run_rank`` by its parent alone, so it may unpickle them."""
+"""The program of a worker's child process. Only the worker sends it the arguments of ``run_rank``, so the child may unpickle them."""
 
 
 def add_options(group: argparse._ActionsContainer) -> None:
@@ -175,7 +175,7 @@ def _cluster(job: Job) -> str | None:
 
 
 def _knock(address: str) -> None:
-    """Check first that the cluster answers, because Ray itself would try for minutes."""
+    """Check that the cluster at ``address`` answers, because Ray itself would try to connect for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     host = host.strip("[]")  # IPv6
     try:

@@ -69,7 +69,7 @@ class Reexec:
 
 
 def _is_command(before: list[str]) -> bool:
-    """Whether the arguments of the interpreter ``before`` those of the command start it, and nothing around it, such as a profiler.
+    """Whether ``before``, the interpreter's arguments up to the command's own, starts the command directly, not through a profiler.
 
     >>> _is_command(["python", "-m", "parwrap.run"]), _is_command(["python", "bin/parwrap", "run"])
     (True, True)

@@ -102,7 +102,7 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 @contextmanager
 def running_exit_handlers() -> Iterator[None]:
-    """Around a script inside its scope: if it succeeds, threads and exit handlers end inside the block, before the scope closes."""
+    """If the script in the block succeeds, wait for its threads and run its exit handlers, before the scope around the block closes."""
     try:
         yield
     except BaseException as error:
@@ -171,7 +171,7 @@ def _run_file(path: str) -> None:
 
 
 def _local_rank_option(script: Script) -> list[str]:
-    """The local rank as an argument, spelled as in the script's source, if it has such an option."""
+    """The option that passes the local rank, spelled as in the script's source; empty if the script has no such option."""
     spelling = re.search(r"--local[-_]rank\b", _source(script))
     return [f"{spelling[0]}={os.environ['LOCAL_RANK']}"] if spelling else []
 
@@ -190,9 +190,9 @@ def _forget_the_fork() -> None:
     multiprocessing.set_start_method(None, force=True)  # otherwise loaders would start their workers in the way this rank was started
     multiprocessing.current_process().name = "MainProcess"
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # the launcher's handle, after it forked itself
+        if callable(signal.getsignal(number)):  # a handler of the launcher, which a forked rank inherits
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if sys.stdout is not None:  # it was closed
+    if sys.stdout is not None:  # None if it was closed
         cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
     if os.environ["WORLD_SIZE"] == "1":
         gc.unfreeze()  # it may launch ranks, and must receive their results
@@ -217,7 +217,7 @@ def _end_like_an_interpreter() -> None:
 def _leave_hard(status: int, is_replica: bool, by_sigterm: bool) -> NoReturn:
     """End this rank at once, without its threads and what it has left in memory.
 
-    The exit handlers of a rank above 0 write and print nothing that counts, and have run inside the scope unless the script has failed.
+    Exit handlers run here only on rank 0. On other ranks their output does not count, and they ran in the scope unless the script failed.
     """
     if signal.getsignal(signal.SIGTERM) is terminate:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher waits

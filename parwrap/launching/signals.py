@@ -1,6 +1,6 @@
 """How signals end ranks: each reaches a rank once, and ``finally`` blocks run before the launcher kills.
 
-The terminal sends Ctrl-C to the launcher and the ranks, and the launcher forwards it.
+The terminal sends Ctrl-C to the launcher and to the ranks, and the launcher forwards it, so a rank could receive it twice.
 Each rank records received signals in a file. The interpreter's own C handler does this, so it happens immediately and before any handler of
 the script. The launcher forwards a signal only to ranks that have not noted it.
 """
@@ -35,7 +35,7 @@ class Terminated(SystemExit):
 def terminate(number: int, frame: object) -> None:
     """The handler of SIGTERM in a rank: raises :class:`Terminated`, so that ``finally`` blocks run.
 
-    While the rank handles an exception, it does nothing: these blocks are running, and the launcher waits for them.
+    While the rank already handles an exception, the handler does nothing: ``finally`` blocks are running, and the launcher waits for them.
     """
     if sys.exc_info()[1] is None:
         raise Terminated(128 + number)
@@ -70,11 +70,11 @@ def _forget(noted: int) -> None:
 def forward_once(directory: Path, closed: list[Any]) -> Callable:
     """A wrapper for ``MultiprocessContext._close``, which sends a signal to all ranks and kills those alive after a timeout.
 
-    It skips ranks that have already received the launcher's signal.
+    The wrapper skips ranks that have already received the launcher's signal.
 
     Args:
         directory: where the ranks note their signals.
-        closed: a list for the processes that have ended in this way.
+        closed: a list that is filled with the processes of the ranks.
     """
 
     def close(wrapped: Callable, context: Any, args: tuple, kwargs: dict) -> None:
@@ -95,7 +95,7 @@ def forward_once(directory: Path, closed: list[Any]) -> Callable:
 
 
 def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
-    """Those of ``processes`` that are alive and have not received the signal."""
+    """The ``processes`` that are alive and have not received the signal, after giving it time to arrive."""
     until = time.monotonic() + ARRIVING
     while True:
         left = [process for process in processes if process.is_alive() and not _received(_notes(directory, process.pid), number)]
@@ -106,7 +106,7 @@ def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
 
 def _received(notes: Path, number: int) -> bool:
     try:
-        # a worker that the same Ctrl-C ends may be recorded after it
+        # the SIGCHLD of a worker that the same Ctrl-C ends may be recorded after the signal
         last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
         return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
     except FileNotFoundError:  # the rank is still starting

@@ -1,7 +1,7 @@
 """``--launcher slurm``: writes a job's batch script, submits it and follows the job to its end.
 
-The script is a pure function of the job. Each node runs ``parwrap.run`` in one task. Ranks that your own ``srun`` starts are detected in
-``ranks/world.py``.
+The batch script is a pure function of the job. Each node runs ``parwrap.run`` in one task. ``ranks/world.py`` detects ranks that your own
+``srun`` starts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOOK = 0.5
 ASK = (1.0, 10.0)
 """The minimum and maximum number of seconds between two queries to SLURM.
 
-Between these limits, it is a tenth of the time since the last change.
+Between these limits, the interval is a tenth of the time since the last change.
 """
 QUERY_TIMEOUT = 600.0
 """Seconds for which SLURM may not answer queries, for example while its controller restarts."""

@@ -1,5 +1,5 @@
-"""The scopes around a script as options of ``parwrap run``: tables for ``distributed``, whose options ``options.py`` explains, for other
-decorators, and for the further options of these."""
+"""The options of ``parwrap run`` that set the scopes around a script: tables for ``distributed``, for parwrap's other decorators, and for
+the further options of those decorators. ``options.py`` explains the options of ``distributed``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _devices(text: str) -> str | list[int | str]:
 
 
 def _modules(text: str) -> int | tuple[str, ...]:
-    """
+    """The value of ``--wrap``: names of classes, or a number of parameters.
+
     >>> _modules("Block, Head"), _modules("1000")
     (('Block', 'Head'), 1000)
     """
@@ -78,7 +79,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
     "progress": {"action": "store_true", "help": "a bar for a loop that shows none, on a terminal"},
     "explain": {"action": "store_true", "help": "at the end, a table of what parwrap did at each line"},
 }
-"""The arguments of ``argparse`` for each decorator of parwrap around the script. The value of an option is its first argument."""
+"""The arguments of ``argparse`` for each decorator of parwrap around the script. An option's value is its decorator's first argument."""
 
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_gather": ("data_parallel", {"action": "store_true", "help": "data_parallel: outputs stay on their devices"}),
@@ -91,7 +92,7 @@ OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """Add all of them to ``group``; one that is not given leaves no attribute."""
+    """Add all options of this file to ``group``. An option that the user does not give leaves no attribute."""
     others = {name: arguments for name, (_, arguments) in OF_DECORATORS.items()}
     for name, arguments in {**SCOPE_OPTIONS, **DECORATORS, **others}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
@@ -99,7 +100,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 
 def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options for the scope that ``arguments`` give. torchrun's ``--start-method`` is none of them.
+    """The options in ``arguments`` that belong to the scope; torchrun's options, such as ``--start-method``, do not.
 
     >>> scope_options(argparse.Namespace(seed=3, nnodes="1"))
     {'seed': 3}

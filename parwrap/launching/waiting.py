@@ -67,7 +67,7 @@ def reporting_wait(plan: LaunchPlan, handler: Any) -> Iterator[None]:
     with in_background(lambda stopped: _report(plan, handler, missing, stopped), "parwrap waiting"):
         store = _all_numbers_come(plan) if plan.torchrun.rdzv_backend == "static" else None
         yield
-        del store  # until here torch's client connects to it
+        del store  # torch's client connects to it during the rendezvous
 
 
 def command_there(plan: LaunchPlan, node: int | None) -> str:

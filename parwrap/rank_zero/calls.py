@@ -1,7 +1,7 @@
 """The calls of Python that open, change or look at paths, as a table of patches.
 
-pathlib, shutil, json, numpy, pandas, matplotlib and similar libraries all use these calls. Some modules hold one under another name.
-``native_calls.py`` has the libraries that open files in native code.
+pathlib, shutil, json, numpy, pandas, matplotlib and similar libraries all use these calls. Some modules hold such a function under another
+name. ``native_calls.py`` has the libraries that open files in native code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOLDERS = tuple(
     for module, name in ((pathlib, "_normal_accessor"), (glob, "_StringGlobber"), (glob, "_PathGlobber"))
     if hasattr(module, name)
 )
-"""What holds functions of ``os`` under their own names: pathlib of Python 3.10, glob of Python 3.13."""
+"""Objects that keep their own references to functions of ``os``: in pathlib of Python 3.10 and glob of Python 3.13."""
 
 
 class Opening(NamedTuple):
@@ -200,7 +200,7 @@ def _change_patches(files: FileCalls) -> list[Patch]:
 
 
 def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
-    """Patches of those functions in ``names`` that this system has, whose first argument is a path. They call ``method``."""
+    """Patches that send functions of ``os``, whose first argument is a path, to ``method``: those in ``names`` that this system has."""
 
     def patch(name: str) -> Patch:
         def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -274,7 +274,7 @@ def _on_own_gpu(location: Any) -> Any:
 
 @contextmanager
 def _holding_patched_calls(holder: Any) -> Iterator[None]:
-    """Inside the block, ``holder`` calls the patched functions of ``os`` and ``io``, which it holds under names of its own."""
+    """Inside the block, the references of ``holder`` to patched functions of ``os`` and ``io`` lead to the patches."""
     names = [(module, name) for module in (os, io) for name, value in vars(module).items() if is_patched(value)]
     patched = {id(inspect.unwrap(getattr(module, name))): (module, name) for module, name in names}
 

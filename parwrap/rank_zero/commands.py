@@ -35,12 +35,12 @@ LONGEST = 60
 
 
 def warn_of_command(command: Any, size: int, said: set[Place]) -> None:
-    """Warn, once a line, if the script runs a ``command`` that may change files. Commands that a library runs are the library's business.
+    """Warn, once for each line, if the script runs a ``command`` that may change files. Commands that a library runs cause no warning.
 
     Args:
         command: the command, in a form that ``subprocess`` accepts.
         size: the number of ranks.
-        said: the lines that a warning has named.
+        said: the lines that have caused a warning; this line is added.
     """
     frame = _outside_parwrap(sys._getframe())
     if only_reads(command) or not from_script(frame) or (place := script_place(frame)) in said:

@@ -1,4 +1,4 @@
-"""Rank 0 writes files; the other ranks write to scratch (contract, rule 8). This is what an open scope has of it.
+"""Rank 0 writes files; the other ranks write to scratch (contract, rule 8). This file intercepts file calls while a scope is open.
 
 ``calls.py`` and ``native_calls.py`` list the intercepted calls. ``writer.py`` answers them on rank 0, ``replica.py`` on the other ranks.
 """
@@ -32,13 +32,13 @@ __all__ = ["Files", "current", "files_in_scratch", "intercepting_files"]
 Files: TypeAlias = WriterFiles | ReplicaFiles
 
 _openings = itertools.count()
-"""How many times this process has opened files. All ranks count alike."""
+"""How many times this process has begun to intercept file calls. All ranks count alike."""
 
 _current: Files | None = None
 
 
 def current() -> Files | None:
-    """The files of the open scope, if any."""
+    """What handles the file calls of the open scope; ``None`` if no scope is open."""
     return _current
 
 
@@ -52,7 +52,7 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
         check_wait: called now and then while this rank waits for a file of rank 0, with the time since and the line.
 
     Yields:
-        the files of this rank; call ``crossed()`` after each barrier.
+        what handles this rank's file calls; call its ``crossed()`` after each barrier.
     """
     assert group.folder is not None, "a group that parwrap has started"
     folder = group.folder / f"files-{next(_openings)}"
@@ -66,7 +66,7 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
 
 @contextmanager
 def files_in_scratch(folder: Path) -> Iterator[None]:
-    """Let what this process writes inside the block go to scratch in ``folder``; it is no rank."""
+    """Let what this process writes inside the block go to scratch in ``folder``. The process is not a rank."""
     files = _files(World(node_ranks=(0,)), folder, math.inf, lambda since, place: None, in_scratch=True)
     with _opened(files, "__main__"), trackers_silent():
         yield
@@ -85,7 +85,7 @@ def _opened(files: Files, module: str | None) -> Iterator[None]:
 
 
 def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in_scratch: bool) -> Files:
-    """This rank's files. The first rank of each node keeps the journal; on other nodes than rank 0's it saves for rank 0."""
+    """What handles this rank's file calls. A node's first rank writes its journal; on nodes without rank 0 it also saves checkpoints."""
     rules = PathRules(world.rank, _began(folder))
     rules.own(os.path.realpath(folder))
     place = world.node_ranks.index(world.rank)  # a launcher's local rank may count within a container
@@ -102,7 +102,7 @@ def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in
 
 
 def _began(folder: Path) -> float:
-    """When the first rank of the node came here, by the clock of file systems. What is changed later is this run's."""
+    """The time when a rank of this node first came here, by the clock of file systems. Files with a later time were changed in this run."""
     with passing():
         begin = folder / "begin"
         with suppress(FileExistsError):

@@ -1,7 +1,8 @@
 """What the first rank of a node tells the others about files: a journal in the folder that the ranks of the node share.
 
-It writes a line only where another rank could otherwise see something else: where it has saved a checkpoint, which folders it makes, what
-it is about to replace or remove, and when it ran something alone. The other ranks read the new lines when they look at a recent path.
+The first rank writes a line only if another rank could otherwise see something different: where a checkpoint was saved, which folders are
+made, what is about to be replaced or removed, and when the first rank ran something alone. The other ranks read the new lines when they
+look at a recent path.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def clock() -> float:
 
 
 class Sites:
-    """Numbers the saves at each line outside of parwrap and torch. All ranks count alike, also if one of them saves more elsewhere."""
+    """Numbers the saves at each line outside of parwrap and torch. Ranks agree on them even if one rank saves more at another line."""
 
     def __init__(self) -> None:
         self._saves: Counter[str] = Counter()
@@ -56,23 +57,23 @@ class Journal:
         self._file = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def saved(self, save: str, place: str) -> None:
-        """``save``, named by :class:`Sites`, can be read at ``place``."""
+        """Record that ``save``, a name from :class:`Sites`, can be read at ``place``."""
         self._add("saved", save, place)
 
     def makes(self, folder: str) -> None:
-        """``folder`` did not exist and is about to be made."""
+        """Record that ``folder`` did not exist and is about to be made."""
         self._add("makes", folder)
 
     def replaces(self, path: str, before: str) -> None:
-        """``path``, from before the run, is about to change. It can still be read at ``before``; a folder has no such place."""
+        """Record that ``path``, from before the run, is about to change. It can still be read at ``before``, empty for a folder."""
         self._add("replaces", path, before)
 
     def ran_alone(self, since: float) -> None:
-        """Something that only this rank runs has begun at the time ``since`` and ended now."""
+        """Record that something which only this rank runs began at the time ``since`` and ended now."""
         self._add("ran alone", since)
 
     def close(self) -> None:
-        """This rank writes no more."""
+        """Record that this rank writes no more, and close the journal."""
         self._add("ended")
         os.close(self._file)
 
@@ -85,8 +86,8 @@ class JournalReader:
 
     Attributes:
         saves: where to read each save.
-        made: the folders that were made since this rank last met the first one.
-        before: the paths from before the run that have been changed since, and where each can still be read; nowhere for a folder.
+        made: the folders that the first rank has made since the last barrier.
+        before: for each path from before the run that changed since the last barrier, where to read its old content; empty for a folder.
         alone: the beginning and end of what the first rank ran alone.
         ended: whether the first rank writes no more.
     """
@@ -114,7 +115,7 @@ class JournalReader:
         return self
 
     def crossed(self) -> None:
-        """The first rank is where this rank is: it is not ahead."""
+        """Forget what the first rank did before the barrier that all ranks have passed, because it is no longer ahead."""
         self.update()
         self.made.clear()
         self.before.clear()
@@ -157,12 +158,12 @@ class Progress:
         self.done = 0
 
     def count(self) -> None:
-        """This rank has made another change."""
+        """Record that this rank has made another change."""
         self.done += 1
         struct.pack_into("q", self._page, 8 * self._rank, self.done)
 
     def slowest(self) -> int:
-        """How many changes all other ranks have made at least."""
+        """The number of changes that the slowest of the other ranks has made."""
         done = list(self._form.unpack(self._page[:]))
         done[self._rank] = self.ENDED
         return min(done)
@@ -172,6 +173,6 @@ class Progress:
         return self._form.unpack(self._page[:])[0] < self.done
 
     def close(self) -> None:
-        """This rank waits for no file any more."""
+        """Record that this rank needs no more files of the others."""
         struct.pack_into("q", self._page, 8 * self._rank, self.ENDED)
         self._page.close()

@@ -1,4 +1,4 @@
-"""Listed folders: entries like those of ``os.scandir`` whose content may be elsewhere."""
+"""The entries of a listed folder, like those of ``os.scandir``; their content may be at another path."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 __all__ = ["PART", "Entries", "SeenEntry"]
 
 PART = ".parwrap-part-"
-"""The name of a folder with a checkpoint that is being saved begins with it; no rank lists it."""
+"""The prefix of temporary folders in which a checkpoint is being saved. No rank lists these folders."""
 
 
 class SeenEntry:
-    """An ``os.DirEntry`` for a path whose content may be elsewhere.
+    """Like ``os.DirEntry``, for a path whose content may be at another path.
 
     Args:
         name: the name in the folder.

@@ -1,7 +1,7 @@
 """Rank 0 speaks: the output of the other ranks goes to their log, or nowhere (contract, rule 8).
 
-The file descriptors 1 and 2 lead elsewhere, so that native code and child processes are silent too. ``sys.stdout`` and ``sys.stderr`` stay
-the same objects.
+On a silent rank, the file descriptors 1 and 2 are redirected, so that native code and child processes are silent too. ``sys.stdout`` and
+``sys.stderr`` stay the same objects.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Output", "output_of"]
 
 
 class Output:
-    """Where this rank can be heard.
+    """The streams that the user sees even from a silent rank.
 
     Attributes:
-        stdout: what ``print(..., force=True)`` writes to; ``None`` on a rank that speaks anyway.
-        errors: where errors go that must be seen, on every rank.
+        stdout: the stream for ``print(..., force=True)``; ``None`` on a rank that is not silent.
+        errors: the stream for errors that the user must see, on every rank.
     """
 
     def __init__(self, stdout: TextIO | None = None, errors: TextIO | None = None) -> None:
@@ -52,7 +52,7 @@ def output_of(rank: int, log: str | None = None, heard: bool = False) -> Iterato
         heard: whether this rank prints too, because a launcher shows all ranks.
 
     Yields:
-        where this rank can be heard.
+        the streams that the user sees.
     """
     with ExitStack() as stack:
         output = Output() if rank == 0 or heard else stack.enter_context(_silent(log or os.devnull))
@@ -75,7 +75,7 @@ def _print_patch(output: Output) -> Patch:
 
 @contextmanager
 def _silent(log: str) -> Iterator[Output]:
-    """Inside the block, output goes to the file ``log``. Yields duplicates of where it went before."""
+    """Redirect output to the file ``log`` inside the block. Yields streams to its previous destinations."""
     _flush()
     with ExitStack() as stack:
         target = stack.enter_context(open(log, "a", buffering=1))
@@ -91,7 +91,7 @@ def _silent(log: str) -> Iterator[Output]:
 
 
 def _lead(number: int, target: int, stack: ExitStack) -> None:
-    """Let a file descriptor lead to ``target`` until ``stack`` ends."""
+    """Redirect the file descriptor ``number`` to ``target`` until ``stack`` closes."""
     try:
         before = os.dup(number)
     except OSError:  # closed, as in a daemon
@@ -103,7 +103,7 @@ def _lead(number: int, target: int, stack: ExitStack) -> None:
 
 
 def _heard(stream: TextIO, number: int, stack: ExitStack) -> TextIO:
-    """A stream to where ``stream`` leads now."""
+    """A stream that still writes to the present destination of ``stream`` after that is redirected."""
     descriptor = _descriptor(stream)
     if descriptor is None:
         return stream

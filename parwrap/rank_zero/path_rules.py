@@ -1,6 +1,6 @@
 """Which paths only rank 0 may write, and the unique name of each.
 
-Exempt are paths of a single process (temporary files, devices), shared caches, child processes, and code that only one rank runs.
+Exempt are temporary files, devices, shared caches, and what is written by a child process or by code that only one rank runs.
 ``writer.py`` and ``scratch.py`` handle the other paths.
 """
 
@@ -34,20 +34,20 @@ CACHES = {
     "PIP_CACHE_DIR": "~/.cache/pip",
     "NUMBA_CACHE_DIR": "",
 }
-"""Variables that name a cache, with its default path."""
+"""Environment variables that name the folder of a cache, each with the default folder; empty if no fixed one exists."""
 
 MOST_LINKS = 40
 """The number of links to follow, as in Linux; the system itself detects cycles."""
 
 SLACK = 0.05
-"""Seconds by which the time of a file may be behind the clock: kernels keep a coarse one."""
+"""Seconds by which the time of a file may be behind ``time.time()``, because kernels use a coarse clock for files."""
 
 _TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
 """The part of a temporary file's name that contains its rank."""
 
 
 class _Here(threading.local):
-    """The number of blocks of each kind that this thread is in."""
+    """How many :func:`passing` and :func:`every_rank_writing` blocks this thread is in."""
 
     passing = 0
     every_rank = 0
@@ -97,7 +97,7 @@ class PathRules:
         self._caches: tuple[tuple[str | None, ...], tuple[str, ...]] = ((), ())
 
     def acts(self) -> bool:
-        """Whether the rule applies to what this thread does now."""
+        """Whether the rules apply to this thread now: not in a forked process or in code that only this rank runs."""
         return self.looks() and not is_alone() and self.in_process()
 
     def looks(self) -> bool:
@@ -109,7 +109,7 @@ class PathRules:
         return os.getpid() == self._process
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The unique name of ``path``, which is about to be changed; ``None`` if the change runs unchanged."""
+        """The unique name of ``path``, which a call is about to change; ``None`` if the rules do not apply to the call."""
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
@@ -132,18 +132,18 @@ class PathRules:
         return os.path.join(real, name)
 
     def link(self, key: str, target: str | None) -> None:
-        """Record that the path was made a link to ``target``, or something else."""
+        """Record that the path is now a symbolic link to ``target``, or no link if ``target`` is ``None``."""
         if target is not None:
             self._links[key] = target
         else:
             self._links.pop(key, None)
 
     def target(self, key: str) -> str | None:
-        """The target of the link that the path was made, if any."""
+        """The target of the symbolic link that :meth:`link` recorded at the path, if any."""
         return self._links.get(key)
 
     def followed(self, key: str) -> str:
-        """Where ``key`` leads through links made since, at the path itself or above it."""
+        """Where ``key`` leads through the links that :meth:`link` recorded, at the path itself or above it."""
         for _ in range(MOST_LINKS if self._links else 0):
             for part in (key, *ancestors(key)):
                 if part in self._links:
@@ -154,7 +154,7 @@ class PathRules:
         return key
 
     def exempt(self, key: str) -> bool:
-        """Whether the path of this name is real on every rank."""
+        """Whether every rank reads and writes the path of this name directly on the disk."""
         known = self._known.get(key)
         if known is None:
             above = {key, *ancestors(key)}
@@ -162,7 +162,7 @@ class PathRules:
         return known
 
     def own(self, key: str) -> None:
-        """The path of this name, and all below it, belongs to this process from now on."""
+        """Exempt the path of this name, and all paths below it, from now on, because it belongs to this process."""
         self._own.add(key)
         self._known.clear()
 
@@ -203,7 +203,7 @@ def ancestors(key: str) -> Iterator[str]:
 
 
 def _called_by_tempfile() -> bool:
-    """Whether ``tempfile`` makes this call; the frames show it for every way to get there."""
+    """Whether the module ``tempfile`` makes the file call that is running, according to the stack."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("parwrap.", "wrapt")):
         frame = frame.f_back

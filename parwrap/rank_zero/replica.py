@@ -1,4 +1,4 @@
-"""The file calls of ranks above 0: what they write goes to scratch, and they read what is there for them (``scratch.py``)."""
+"""The file calls of ranks above 0: they write to scratch, and ``scratch.py`` decides what they read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from parwrap.rank_zero.writer import KeptReadable, saved_path
 __all__ = ["ReplicaFiles"]
 
 PATIENCE = 10
-"""Seconds to wait for a rank 0 that is behind to make the folder of a file that every rank writes."""
+"""Seconds to wait until a slower rank 0 makes the folder for a file that every rank writes."""
 
 MOST_COPIED = 2**28
-"""The maximum size, in bytes, of a file that native code may change, such as a database, and that is copied for it."""
+"""The maximum size, in bytes, of a file, such as a database, that is copied to scratch before native code changes it."""
 
 MOST_LINKED = 2**26
 """The maximum size, in bytes, of a file of the disk that ``os.link`` copies. Larger ones are read where they are."""
@@ -35,7 +35,7 @@ class ReplicaFiles:
     Args:
         overlay: the files of this rank.
         progress: the changes that all ranks have made.
-        stands_in: on another node than rank 0's, what the first rank needs to save checkpoints for its node; else ``None``.
+        stands_in: on the first rank of a node without rank 0, keeps the checkpoints that this rank saves for its node; else ``None``.
     """
 
     def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
@@ -43,7 +43,7 @@ class ReplicaFiles:
         self._sites = Sites()
 
     def close(self) -> None:
-        """Let all calls run unchanged from now on, and remove what only this rank has seen."""
+        """Let all calls run unchanged from now on, and remove this rank's scratch files."""
         self._rules.open = False
         with passing():
             if self._stands_in is not None:
@@ -55,7 +55,7 @@ class ReplicaFiles:
             self._overlay.close()
 
     def crossed(self) -> None:
-        """All ranks have passed a barrier."""
+        """Show this rank what is on the disk now, after all ranks have passed a barrier."""
         with passing():
             self._overlay.crossed()
 
@@ -65,7 +65,7 @@ class ReplicaFiles:
         yield
 
     def left_alone(self) -> None:
-        """Rank 0 runs something alone, which this rank passes by: what rank 0 makes there is there for this rank."""
+        """Record that this rank skips something that rank 0 runs alone, so that this rank sees the files which rank 0 makes there."""
         self._overlay.leave_alone()
 
     def open(self, call: Opening) -> Any:
@@ -146,7 +146,7 @@ class ReplicaFiles:
             return Entries(SeenEntry(coded(n), os.path.join(text, coded(n)), at) for n, at in zip(names, places, strict=True))
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.chmod``, ``os.utime`` and similar calls: only of scratch files."""
+        """``os.chmod``, ``os.utime`` and similar calls: they change only scratch files."""
         key = self._written(path, kwargs.get("dir_fd"))
         if key is None:
             return original(path, *args, **kwargs)
@@ -181,7 +181,7 @@ class ReplicaFiles:
         return self._rules.temporary_name(name)
 
     def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
-        """Run a child process: this rank sees the files that it makes."""
+        """Run a child process. This rank sees the files that the child makes."""
         self._overlay.child_began(id(process))
         try:
             return run()
@@ -251,7 +251,7 @@ class ReplicaFiles:
             return write(place)
 
     def _looks(self) -> bool:
-        """Whether this thread's reads are this rank's. A forked child reads what its rank has written, but writes for itself."""
+        """Whether this thread sees this rank's files. A forked child does too, but its writes go to the disk."""
         return self._rules.looks() and (self._rules.acts() or not self._rules.in_process())
 
     def _read(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> Any:
@@ -273,13 +273,13 @@ class ReplicaFiles:
             return path if place == named else place
 
     def _content(self, path: Any) -> Any:
-        """As :meth:`_read`, for the content: rank 0's file in place of a marker."""
+        """As :meth:`_read`, but returns rank 0's file in place of a marker."""
         place = self._read(path)
         with passing():
             return self._overlay.content(place)
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The key of a path that is about to change, or ``None`` if the call runs unchanged: then its folder is on the disk."""
+        """The key of a path that is about to change, or ``None`` if the call runs unchanged. Then the path's folder is made on the disk."""
         key = self._rules.writes(path, dir_fd)
         if key is None and self._rules.looks() and not isinstance(path, int):
             with passing():
@@ -287,7 +287,7 @@ class ReplicaFiles:
         return key
 
     def _make_real(self, folder: str) -> None:
-        """Have a folder of this rank on the disk too, made by rank 0 if possible."""
+        """Make ``folder`` on the disk too if it is only in scratch, after waiting a while for rank 0 to make it."""
         entry = self._overlay.entry(folder)
         if entry is None or entry.kind != FOLDER:
             return
@@ -321,7 +321,7 @@ class ReplicaFiles:
         self._overlay.existing(self._overlay.resolved(os.path.dirname(key)), path)
 
     def _free(self, made: str, path: Any) -> str:
-        """The key for something new; there must be nothing yet."""
+        """The key of ``made``, where nothing may exist yet."""
         key = self._overlay.at(made)
         if self._overlay.find(key) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -353,7 +353,7 @@ class ReplicaFiles:
         self._overlay.remove(key)
 
     def _rmtree(self, change: Change, gone: str, made: None) -> None:
-        """``shutil.rmtree``, which never runs here: it removes by descriptors, and would remove files of rank 0."""
+        """``shutil.rmtree``. The original never runs here, because it works with descriptors and would remove files of rank 0."""
         key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
         (ignore, onerror, *_), options = (*change.options[0], False, None), change.options[1]
         place = self._overlay.find(key)
@@ -442,7 +442,7 @@ class ReplicaFiles:
 
 
 def _named(stream: Any, name: Any, place: Any) -> Any:
-    """``stream``, which was opened at ``place``, under the name that the script has given."""
+    """``stream``, which was opened at ``place``, with the script's path ``name`` as its attribute ``name``."""
     if place is not name:
         raw = getattr(stream, "buffer", stream)
         getattr(raw, "raw", raw).name = name

@@ -1,6 +1,6 @@
-"""Which files a rank above 0 sees: its own, in a scratch directory, and those on the disk but for what a rank 0 that is ahead has changed.
+"""Which files a rank above 0 sees: its own in a scratch directory, and those on the disk without the changes of a rank 0 that is ahead.
 
-The rule is ``Overlay.find``: where a path's content is for this rank. ``replica.py`` sends the intercepted calls here.
+``Overlay.find`` is the rule: it returns where this rank reads a path. ``replica.py`` sends the intercepted calls here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARK = b"parwrap: rank 0 saves this checkpoint at "
 LONGEST_MARK = 4096
 
 ROUNDING = 1e-5
-"""Seconds by which a time of a file and the same time of a clock may differ."""
+"""Seconds by which the time of a file may differ from the clock, because of rounding."""
 
 NAP = 0.002
 """Seconds between two looks at the journal."""
@@ -46,8 +46,8 @@ class Entry:
 
     Attributes:
         kind: what it is now.
-        place: where the content is; ``None`` if it is gone. A folder has an empty one.
-        opaque: whether this folder hides the one at the same path on the disk, as after that one was removed or this one moved there.
+        place: where the content is; ``None`` if the path is gone. A folder has a folder in scratch.
+        opaque: whether this folder hides a folder at the same path on the disk, for example because this folder was moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
     """
 
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def covers(self) -> bool:
-        """Whether paths below it are not what the disk has there."""
+        """Whether the entry hides what the disk has below this path."""
         return self.kind == GONE or self.opaque or self.origin is not None
 
 
@@ -67,7 +67,7 @@ class Overlay:
 
     Args:
         rules: which paths are exempt.
-        journal: what the first rank of this node tells.
+        journal: the journal of the first rank of this node.
         scratch: an empty directory of this rank.
         with_rank_zero: whether rank 0 is on this node, so that the journal names all folders that it makes.
         timeout: how many seconds to wait for rank 0.
@@ -114,7 +114,7 @@ class Overlay:
         return self._covering > 0 or (path if type(path) is str else os.fsdecode(path)).rpartition("/")[2] in self._names
 
     def may_be_made_ahead(self, key: str) -> bool:
-        """Whether rank 0, on another node, may have made the folder since. On its own node the journal names what it makes."""
+        """Whether rank 0, on another node, may have made the folder ahead of this rank. On rank 0's node, the journal names those."""
         if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
             return False
         return os.stat(key).st_ctime > self.since
@@ -151,7 +151,7 @@ class Overlay:
         return sorted(found)
 
     def set(self, key: str, entry: Entry, target: str | None = None) -> None:
-        """Record a change. Whatever was below the path is forgotten, unless both are folders."""
+        """Record a change. Entries below the path are forgotten, unless the path is now a folder."""
         before = self._entries.get(key)
         if entry.kind != FOLDER:
             for below in self._below(key):
@@ -195,7 +195,7 @@ class Overlay:
         self.remove(source)
 
     def fresh(self, key: str, folder: bool = False) -> str:
-        """A new path in the scratch directory with the same last name: some libraries look at it."""
+        """A new path in the scratch directory. It ends with the same name as ``key``, because some libraries look at the name."""
         self._made += 1
         inside = os.path.join(self.scratch, str(self._made))
         os.mkdir(inside)
@@ -217,7 +217,7 @@ class Overlay:
         return first[len(MARK) :].decode().rstrip("\n") if first.startswith(MARK) else None
 
     def content(self, place: Any) -> Any:
-        """Where to read what is at ``place``: rank 0's file instead of a marker, once rank 0 has saved it."""
+        """Where to read the content of ``place``. For a marker, wait until rank 0 has saved the file, and return where that is."""
         save = self.marked(place)
         if save is None:
             return place
@@ -244,7 +244,7 @@ class Overlay:
         )
 
     def crossed(self) -> None:
-        """All ranks have passed a barrier: what is on the disk now is there for all, and what is not is gone for all."""
+        """Show this rank the disk as it is now, because all ranks have passed a barrier."""
         self.since = clock() + ROUNDING
         self._ran.clear()
         self._journal.crossed()
@@ -256,7 +256,7 @@ class Overlay:
                 entry.opaque, entry.origin = False, None
 
     def leave_alone(self) -> None:
-        """Rank 0 runs something that this rank leaves to it. Its journal says when; on another node all that is there now is shown."""
+        """Record that rank 0 runs something that this rank skips. On other nodes than rank 0's, show all that is on the disk now."""
         if self._with_rank_zero:
             self._left_alone += 1
         else:
@@ -272,12 +272,12 @@ class Overlay:
         self._running[process] = clock()
 
     def child_ended(self, process: int) -> None:
-        """A child process, if it has been running until now, has ended."""
+        """Record that a child process has ended, unless its end is known already."""
         if (begin := self._running.pop(process, None)) is not None:
             self._ran.append((begin, clock()))
 
     def working_directory(self, real: str) -> str:
-        """The path of the script for the working directory ``real``, which may be in scratch."""
+        """The path that the script knows for the working directory ``real``, which may be in scratch."""
         if self._folders and self.owns(real):
             for place in (real, *ancestors(real)):
                 if place in self._folders:
@@ -285,7 +285,7 @@ class Overlay:
         return real
 
     def on_disk(self, key: str) -> str | None:
-        """The path on the disk that this rank may see at ``key``; ``None`` if it has something else there."""
+        """The path on the disk that this rank may see at ``key``; ``None`` if a change of this rank hides it."""
         for path in (key, *ancestors(key)) if self._covering else ():
             entry = self._entries.get(path)
             if entry is not None and (entry.covers or entry.kind != FOLDER):
@@ -293,7 +293,7 @@ class Overlay:
         return key
 
     def hidden(self, path: str, found: os.stat_result) -> bool:
-        """Whether ``path`` on the disk is not there for this rank, because rank 0 or another process has made or changed it since."""
+        """Whether to hide ``path`` on the disk, because rank 0 or another process has made or changed it ahead of this rank."""
         if self.rules.of_another_rank(path):
             return True
         when = found.st_ctime
@@ -311,7 +311,7 @@ class Overlay:
         return True
 
     def _visible(self, disk: str) -> str | None:
-        """The path on the disk if it is there for this rank, or where rank 0 keeps what was there before the run."""
+        """``disk`` if it is not hidden, or where rank 0 keeps what was there before the run; ``None`` if neither exists."""
         try:
             found = os.lstat(disk)
             if not self.hidden(disk, found):
@@ -338,22 +338,22 @@ class Overlay:
                     pass  # rank 0 has removed it since
 
     def _present(self, place: str, key: str) -> str:
-        """``place``; if it is on the disk and rank 0 has moved it since, where it is now."""
+        """``place``, or where its content is now if rank 0 has moved or removed it from the disk."""
         if self.owns(place) or os.path.lexists(place):
             return place
         return self._removed_ahead().get(place) or key
 
     def _removed_ahead(self) -> dict[str, str]:
-        """What rank 0 has changed since this rank last met it, and where that can still be read."""
+        """The paths that rank 0 has changed since the last barrier, each with the place of its old content."""
         return self._journal.update().before if self.rules.in_process() else {}
 
     def _wait_for_what_runs_alone(self) -> None:
-        """Wait until rank 0 has run what this rank has left to it: files that it makes there are for all."""
+        """Wait until rank 0 has run what this rank has skipped, because all ranks see the files which rank 0 makes there."""
         since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
         while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < since + self._timeout:
             self._check_wait(since, what)
             time.sleep(NAP)
-        self._left_alone = min(self._left_alone, len(self._journal.alone))  # it does not wait for the same again
+        self._left_alone = min(self._left_alone, len(self._journal.alone))  # so that a later call does not wait again
 
     def _below(self, folder: str) -> list[str]:
         return [key for key in self._entries if key.startswith(f"{folder}/")]

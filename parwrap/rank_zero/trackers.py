@@ -20,7 +20,7 @@ from parwrap.intercept.patch import Patch, installed
 __all__ = ["trackers_silent"]
 
 ON_A_SERVER = ("run_id", "experiment_id", "parent_run_id")
-"""Arguments of mlflow that name what exists only where rank 0 logs."""
+"""Arguments of mlflow that name something which exists only on the server of rank 0."""
 
 VARIABLES = {"WANDB_MODE": "disabled", "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_RUN_ID": None, "MLFLOW_EXPERIMENT_ID": None}
 """The variables of a silent rank and its child processes; those with ``None`` are unset."""

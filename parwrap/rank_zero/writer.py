@@ -1,7 +1,7 @@
 """Rank 0's files: every call runs unchanged. Only what slower ranks may still need is kept readable for them.
 
 A checkpoint or a file from before the run stays readable through a descriptor after rank 0 has replaced or removed it, until every rank
-of the node has made as many changes. This costs no copy and no time, only disk space for that while.
+of the node has made as many changes as rank 0. This costs no copy and no time, only disk space until then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KeptReadable:
     """Files that other ranks of the node can read through this process's descriptors.
 
     Args:
-        journal: tells the other ranks where.
+        journal: tells the other ranks where to read them.
         progress: the changes that all ranks have made.
     """
 
@@ -74,7 +74,7 @@ class KeptReadable:
         return self._keep(None, path)
 
     def close(self) -> None:
-        """Let the other ranks read by path what still exists. They may be about to open a descriptor, so none is closed yet."""
+        """Tell the other ranks the paths of checkpoints that still exist. No descriptor is closed yet: a rank may be about to open it."""
         for descriptor in self._kept:
             self._name_path(descriptor)
         _left_open.extend(self._kept)
@@ -90,7 +90,7 @@ class KeptReadable:
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _release(self) -> None:
-        """Close what no longer exists, once every rank has come to where it no longer did."""
+        """Close the descriptor of a removed file, once all other ranks have made more changes than rank 0 had when it was removed."""
         slowest = self._progress.slowest()
         for descriptor in list(self._kept):
             if os.fstat(descriptor).st_nlink == 0 and slowest > self._lost_at.setdefault(descriptor, self._progress.done):
@@ -109,11 +109,11 @@ class KeptReadable:
 
 
 _left_open: list[int] = []
-"""Descriptors of files that are closed when the next ones are opened."""
+"""Descriptors that earlier scopes left open; the next scope closes them."""
 
 
 def close_left_open() -> None:
-    """Close what was kept readable before. Ranks that come here have all left the code before."""
+    """Close the descriptors of earlier scopes. When a new scope opens, all ranks have left the earlier ones."""
     while _left_open:
         os.close(_left_open.pop())
 
@@ -143,7 +143,7 @@ class WriterFiles:
             self._progress.close()
 
     def crossed(self) -> None:
-        """All ranks have passed a barrier."""
+        """Do nothing after a barrier, because rank 0 always sees the disk."""
 
     @contextmanager
     def running_alone(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class WriterFiles:
             self._journal.ran_alone(since)
 
     def left_alone(self) -> None:
-        """Another rank runs something alone."""
+        """Do nothing while another rank runs something alone."""
 
     def open(self, call: Opening) -> Any:
         if call.writes and call.opener is None:
@@ -205,7 +205,7 @@ class WriterFiles:
                 self._progress.count()
 
     def _copied(self, change: Change, made: str) -> None:
-        """The copy of a checkpoint is another checkpoint."""
+        """If ``change`` has copied a checkpoint, keep the copy ``made`` readable as another checkpoint."""
         save = self._sites.next()
         if self._kept.is_checkpoint(change.source[0]):  # type: ignore[index]
             self._kept.save(save, made)
@@ -276,7 +276,7 @@ class WriterFiles:
 
 
 def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
-    """Write to a temporary path, then rename the file to ``path``; the name is the same, because torch stores it in the archive."""
+    """Write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that in the archive."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
         return write(path)  # a device or a pipe cannot be renamed over

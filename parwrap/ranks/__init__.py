@@ -1,1 +1,1 @@
-"""Which rank this is, the process group, and what ranks send to each other outside of backwards."""
+"""Which rank this is, the process group, and what ranks send to each other outside of the backward pass."""

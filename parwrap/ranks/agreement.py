@@ -18,7 +18,7 @@ __all__ = ["agree", "home"]
 CPU = torch.device("cpu")
 
 BITS = 62
-"""The bits of a number that is compared; it must have a negative in int64."""
+"""The number of bits of the numbers that ranks compare; their negatives must fit into int64."""
 
 
 def agree(
@@ -30,7 +30,7 @@ def agree(
 ) -> list[Any] | None:
     """Return once all ranks have called this with the same ``kind`` and ``digest``.
 
-    One message of constant size, whatever the number of ranks; only if the ranks differ, they also send their details.
+    The ranks send one message of constant size, whatever their number. Only if they differ, they also send their details.
 
     Args:
         group: the process group.
@@ -64,7 +64,7 @@ def agree(
 
 
 def home(group: Group) -> torch.device:
-    """The device that the collectives of ``group`` need for tensors."""
+    """The device on which the collectives of ``group`` need their tensors."""
     return group.device if group.backend == "nccl" else CPU
 
 

@@ -11,7 +11,7 @@ __all__ = ["in_background"]
 
 @contextmanager
 def in_background(run: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """Run ``run`` in a thread during the block. It must return soon after its argument, an event, is set.
+    """Run ``run`` in a thread during the block. ``run`` must return soon after its argument, an event, is set.
 
     >>> with in_background(lambda stopped: print("stopped" if stopped.wait() else ""), "parwrap example"):
     ...     print("held")

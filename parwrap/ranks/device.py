@@ -41,14 +41,14 @@ def _named() -> list[str]:
 
 
 def _in_parts(names: list[str]) -> bool:
-    """Whether ``names`` are instances of GPUs (MIG). CUDA gives a process the first alone, and torch counts them by starting CUDA."""
+    """Whether ``names`` are instances of GPUs (MIG). CUDA shows a process only the first instance, and torch starts CUDA to count them."""
     return bool(names) and names[0].startswith("MIG-")
 
 
 def gpu_count() -> int:
     """How many GPUs, or instances of GPUs, ranks can have here.
 
-    Not ``torch.cuda.is_available()``, which starts the driver: it would not read ``CUDA_VISIBLE_DEVICES`` again.
+    This does not call ``torch.cuda.is_available()``, which starts the driver: the driver reads ``CUDA_VISIBLE_DEVICES`` only once.
     """
     names = _named()
     return len(names) if _in_parts(names) and torch.backends.cuda.is_built() else torch.cuda.device_count()
@@ -108,5 +108,5 @@ def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
 
 
 def cores() -> int:
-    """The CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

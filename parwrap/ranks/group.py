@@ -67,10 +67,10 @@ class Group:
         timeout: how long to wait for another rank.
         store: a key-value store that all ranks share; ``None``, like ``folder``, for a group that the user's own code has started.
         folder: a folder of this job that only this user can access, shared by the ranks of this node.
-        control: the process group of control messages, on the CPU: they never pair with a bucket of gradients.
-        control_message: the context in which a control message of a kind is sent; an open scope checks lockstep there. It yields a check
-            to call while this rank waits outside of a collective.
-        after_barrier: called when all ranks have met in a barrier; an open scope shows this rank the files of the others there.
+        control: a process group only for control messages, on the CPU, so that they never pair with a bucket of gradients.
+        control_message: returns the context manager in which a control message of the given kind is sent; in an open scope it checks
+            lockstep. It yields a function to call while this rank waits outside of a collective.
+        after_barrier: a function that is called after each barrier; an open scope then shows this rank the files of the other ranks.
     """
 
     world: World
@@ -86,7 +86,7 @@ class Group:
 
 _current: Group | None = None
 _outside: World | None = None
-"""The world of a process that runs none of the loop; see :func:`within`."""
+"""The world of a process that does not run the training loop; see :func:`within`."""
 _alone: list[int] = []
 """The threads that run something on one rank only; see :func:`alone`."""
 _reading_stream: list[int] = []
@@ -147,7 +147,7 @@ def _excepthook_kept() -> Iterator[None]:
 
 @contextmanager
 def _reporting_long_wait(world: World) -> Iterator[None]:
-    """Print a message on rank 0 if the ranks take long to meet, because it may be the only one."""
+    """Print a message on rank 0 if the ranks take long to meet, because rank 0 may be the only rank."""
 
     def report(stopped: threading.Event) -> None:
         if not stopped.wait(LONG_WAIT):
@@ -178,7 +178,7 @@ def open_group() -> Group | None:
 
 @contextmanager
 def within(group: Group | None, process_group: dist.ProcessGroup | None, world: World) -> Iterator[None]:
-    """Make ``group``, which has some of the ranks, the open group inside the block. On the other ranks it is ``None``: they act alone.
+    """Make ``group``, a group of some of the ranks, the open group inside the block. The other ranks pass ``None`` and act alone.
 
     Args:
         group: the group of these ranks.
@@ -198,7 +198,7 @@ def within(group: Group | None, process_group: dist.ProcessGroup | None, world: 
 
 
 def is_outside() -> bool:
-    """Whether this process is not among the ranks that run the loop, as a parameter server: it does by itself what they do together."""
+    """Whether this process, for example a parameter server, is not among the ranks that run the training loop, and so acts alone."""
     return _outside is not None
 
 
@@ -214,13 +214,13 @@ def alone() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether only this rank runs the code that asks; see :func:`alone`."""
+    """Whether only this rank runs the calling code; see :func:`alone`."""
     return threading.get_ident() in _alone
 
 
 @contextmanager
 def reading_stream() -> Iterator[None]:
-    """Declare that the block reads a stream that parwrap divides: its code must not divide it by rank again."""
+    """Declare that the block reads a stream that parwrap divides by rank: the stream's own code must not divide it again."""
     thread = threading.get_ident()
     _reading_stream.append(thread)
     try:
@@ -230,7 +230,7 @@ def reading_stream() -> Iterator[None]:
 
 
 def is_reading_stream() -> bool:
-    """Whether the code that asks runs inside :func:`reading_stream`."""
+    """Whether the calling code runs inside :func:`reading_stream`."""
     return bool(_reading_stream) and threading.get_ident() in _reading_stream
 
 

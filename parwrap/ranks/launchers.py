@@ -1,7 +1,7 @@
 """The variables of each launcher, as data: their names for rank and world size, and where rank 0 can be reached.
 
 One row for each launcher; launchers that are started inside others come first. ``world.py`` draws conclusions from them. Some launchers
-start one process on each node, which starts the ranks there (for example Kubeflow): ``node_of`` reads theirs.
+start one process on each node, which starts the ranks there (for example Kubeflow): ``node_of`` reads their variables.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Launcher(NamedTuple):
         local_size_of: a function that returns the number of processes on this node, if no single variable has it.
         host: a function that returns the host of rank 0, if a variable has it.
         port: the part of ``job`` that is the same on all nodes, to derive a port from.
-        elastic: whether another launcher's process may start it; it then sets all names again for its own processes.
+        elastic: whether a process of another launcher may start this launcher, which then sets all variables again for its own processes.
     """
 
     name: str
@@ -82,7 +82,7 @@ class NodeLauncher(NamedTuple):
 
 
 def _is_step(environ: Environ) -> bool:
-    """Whether ``srun`` has started it: a batch script and an interactive shell have ``SLURM_PROCID=0`` too."""
+    """Whether ``srun`` has started this process: a batch script and an interactive shell have ``SLURM_PROCID=0`` too."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     special = 0xFFFFFFF0  # higher ids belong to the batch script, the interactive shell, ...
     return step.isdecimal() and int(step[:10]) < special
@@ -271,7 +271,7 @@ class Node(NamedTuple):
 
     @property
     def is_only(self) -> bool:
-        """Whether it is the only node.
+        """Whether this is the only node.
 
         >>> node_of({"RANK": "0", "WORLD_SIZE": "1"}).is_only
         True
@@ -280,7 +280,7 @@ class Node(NamedTuple):
 
 
 def node_of(environ: Mapping[str, str]) -> Node | None:
-    """Which node this is; ``None`` without such a launcher.
+    """Which node this is; ``None`` unless a launcher has started this process to start the ranks of its node.
 
     Raises:
         LaunchError: the variables make no sense.

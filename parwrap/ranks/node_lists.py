@@ -44,7 +44,7 @@ def expanded_hosts(text: str) -> list[str]:
 
 
 def expanded_counts(text: str) -> list[int]:
-    """The numbers of a list in which ``(x3)`` repeats one three times.
+    """The numbers of a list in which ``(x3)`` means that the number before it occurs three times.
 
     Raises:
         LaunchError: ``text`` is not such a list.

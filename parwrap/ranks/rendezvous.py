@@ -104,12 +104,12 @@ def on_loopback(world: World) -> Iterator[None]:
 def _placed(world: World, store: SignedStore) -> World:
     """``world``, completed with facts that a launcher may not provide: which node this is, and which ranks it has.
 
-    A launcher may count the ranks of a machine where containers on it are nodes of their own, or may number ranks in turn over the nodes.
+    A launcher may count all ranks of a machine although each container on it is a node, or may number ranks in turn over the nodes.
     """
     if world.on_one_node:
         return replace(world, node_rank=0, node_ranks=tuple(range(world.size)))
     if world.local_size and world.node_rank is not None:
-        return world  # the process group asks once it is open
+        return world  # group.py finds the rest once the process group is open
     store.set(f"node of {world.rank}", _node())
     nodes = [store.get(f"node of {rank}", str) for rank in range(world.size)]
     mine = nodes[world.rank]
@@ -155,14 +155,14 @@ def job_folder() -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # a process that a rank has left may still hold the lock
+            shutil.rmtree(folder, ignore_errors=True)  # a process that a rank has left behind may still hold the lock
 
 
 @contextmanager
 def _used(name: str) -> Iterator[Path]:
     """The private folder ``name`` inside the block; the last process that uses it removes it."""
     private = private_folder()
-    with _locked(private, fcntl.LOCK_EX):  # no process removes it before it is locked
+    with _locked(private, fcntl.LOCK_EX):  # so that no process removes the folder before it is locked
         folder = _made(private, name)
         lock = _lock(folder, fcntl.LOCK_SH)
     try:
@@ -217,12 +217,12 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _launcher_process(names: list[str]) -> str:
-    """The nearest parent process that is not a rank of this job.
+    """An identifier of the launcher's process: the nearest ancestor without this rank's values of the variables ``names``.
 
-    It is the same for all ranks on this node, and identifies the job if the launcher does not.
+    It is the same for all ranks on this node, and identifies the job if the launcher's variables do not.
 
     Args:
-        names: the variables with a rank's number and the world size, which all processes below the launcher have, such as a shell.
+        names: the variables with a rank's number and the world size. A shell between launcher and rank has them too.
     """
     mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     process, born = os.getppid(), ""

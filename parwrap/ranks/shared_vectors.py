@@ -32,7 +32,7 @@ POLLING = 5e-5
 
 
 def keeps_order_of_writes() -> bool:
-    """Whether other processes see the writes of one in their order. Other processors than x86 would need a barrier, which Python lacks."""
+    """Whether other processes see a process's writes in order. Processors other than x86 need a memory barrier, which Python lacks."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -40,7 +40,7 @@ class SharedVectors:
     """The vectors of the ranks of a node.
 
     Args:
-        path: a file in a folder that only this user can access; the ranks name the same, and it is new.
+        path: a new file, the same for all ranks, in a folder that only this user can access.
         ranks: the number of ranks.
         rank: this rank.
 
@@ -64,7 +64,7 @@ class SharedVectors:
         self._rows = torch.from_numpy(np.frombuffer(memory, np.float64, offset=8 * ranks * LINE)).view(2, ranks, CAPACITY)
 
     def gather(self, numbers: torch.Tensor, check: Callable[[], None]) -> torch.Tensor:
-        """The vectors of all ranks, one a row.
+        """The vectors of all ranks, one row for each rank.
 
         Args:
             numbers: this rank's vector, of at most ``CAPACITY`` numbers; those of all ranks have the same length and dtype.

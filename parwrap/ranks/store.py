@@ -54,7 +54,7 @@ class SignedStore:
         self._store.set(self._full(key), self._signed(key, value))
 
     def set_first(self, key: str, value: Any) -> Any:
-        """Write ``value`` unless there is one, and return the value that is there, which has the same type."""
+        """Write ``value`` unless ``key`` has a value already. Return the value in the store, which must have the same type."""
         found = self._store.compare_set(self._full(key), "", self._signed(key, value))
         return self._verified(key, found, type(value))
 

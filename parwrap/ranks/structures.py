@@ -1,7 +1,7 @@
 """Describes the structure of nested dicts, lists, tuples and dataclasses of numbers, tensors and arrays, to compare it between ranks.
 
 A collective over them needs the same keys, lengths, shapes and dtypes on every rank, because values are matched by position. Only numbers
-and tensors without a dimension may differ in type, because a sum of nothing is an ``int`` and other sums may not be.
+and tensors without a dimension may differ in type, because ``sum([])`` is an ``int`` where other ranks may have a ``float``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTAINERS = ("a dict", "a dataclass", "of length ")
 """The beginnings of descriptions of objects that are not leaves."""
 
 Structure = dict[str, str]
-"""A description of each place: containers, and the leaves in them."""
+"""Maps each place, an expression such as ``['loss']``, to a description of the container or leaf there."""
 
 
 def _entries(x: Any) -> list[tuple[str, Any]] | None:

@@ -20,7 +20,7 @@ INIT_METHOD = "PARWRAP_INIT_METHOD"
 """The rendezvous as a URL for ``init_process_group``, if the user sets it."""
 
 IN_SCRATCH = "PARWRAP_IN_SCRATCH"
-"""The variable of a launch in which rank 0 writes to scratch too, with the value 1: nothing of the user's is changed."""
+"""The environment variable that is 1 if rank 0 writes to scratch too, so that the launch changes no file of the user."""
 
 ONE_NODE = "parwrap"
 """The scheme of a URL for ranks that meet on one node, without a port; see ``rendezvous.py``."""
@@ -28,7 +28,7 @@ ONE_NODE = "parwrap"
 BY_HAND = "set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right values, or PARWRAP_WORLD_SIZE=1 to run on one rank"
 
 _TELLING = frozenset(name for row in LAUNCHERS for names in (row.rank, row.size, row.local_rank) for name in names) | NODE_VARIABLES
-"""Without any of these there is no launcher to detect."""
+"""A launcher sets at least one of these variables."""
 
 PORTS = range(25000, 32000)
 """The base of derived ports: below the ports that systems assign, and different from those that other tools derive."""
@@ -91,7 +91,7 @@ def detect(environ: Mapping[str, str]) -> World:
 
     Raises:
         LaunchError: some of a launcher's variables are set and others are not, their values make no sense, two launchers disagree, or
-            this is the one process of a node that has to start the ranks.
+            this is the only process of its node and has to start the ranks there.
 
     >>> detect({})
     World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher=None, init_method='env://')
@@ -124,8 +124,8 @@ def detect(environ: Mapping[str, str]) -> World:
 def launch_variables() -> tuple[str, ...]:
     """The names of all variables that would show a script that it was launched on several ranks.
 
-    They are those of every launcher for rank and world size; not those of the job (``SLURM_JOB_ID``), its nodes and resources, which a
-    script may use on one rank too.
+    They are every launcher's variables for rank and world size, without those for the job (``SLURM_JOB_ID``), its nodes and resources,
+    which a script may use on one rank too.
 
     >>> "RANK" in launch_variables(), "SLURM_JOB_ID" in launch_variables()
     (True, False)
@@ -146,7 +146,7 @@ class _Claim(NamedTuple):
     local_rank: int | None
     local_size: int
     names: tuple[str, ...]
-    """The variables that hold them, for messages: of rank, size, and local rank."""
+    """The variables that hold rank, size and local rank, for messages."""
     missing: tuple[str, ...]
     of_only_node: bool
     """Whether a world size of 1 may count nodes rather than ranks."""
@@ -156,7 +156,7 @@ class _Claim(NamedTuple):
         return f"{self.launcher.name} says {' and '.join(f'{name}={value}' for name, value in facts if value is not None)}"
 
     def agrees(self, other: _Claim) -> bool:
-        """Whether each of its known facts is the same in ``other``, which is complete."""
+        """Whether the rank and size of this claim, as far as known, are the same in ``other``, which is complete."""
         return self.rank in (None, other.rank) and self.size in (None, other.size)
 
 
@@ -213,7 +213,7 @@ def _check(claim: _Claim) -> None:
 
 
 def _may_surround(inner: _Claim, other: _Claim) -> bool:
-    """Whether ``other`` agrees with ``inner``, or may come from a launcher around it, which started one process on this node."""
+    """Whether ``other`` agrees with ``inner``, or may come from an outer launcher, which started one process on this node."""
     if other.agrees(inner) or inner.launcher.elastic:
         return True
     return not other.missing and (inner.size or 0) > 1 and 1 in (other.local_size, other.size)
@@ -242,7 +242,7 @@ def _world(claim: _Claim, agreeing: list[_Claim], environ: Mapping[str, str]) ->
 
 
 def _init_method(claim: _Claim, launchers: list[Launcher], local_size: int, environ: Mapping[str, str]) -> str | None:
-    """The rendezvous: the user's, the launcher's, on the ranks' own node, or on that of rank 0."""
+    """The rendezvous: the user's, else the launcher's, else a folder if all ranks are on one node, else a port on the node of rank 0."""
     if INIT_METHOD in environ:
         return environ[INIT_METHOD]
     masters = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
@@ -262,7 +262,7 @@ def _init_method(claim: _Claim, launchers: list[Launcher], local_size: int, envi
 
 
 def _joined(environ: Mapping[str, str], choices: list[tuple[str, ...]]) -> bytes:
-    """The names and values of the first of the ``choices`` that has names, in one string."""
+    """The names and values of the variables in the first nonempty tuple of ``choices``, in one string."""
     names = next(filter(None, choices), ())
     return "/".join(f"{name}={environ[name]}" for name in names if name in environ).encode(errors="replace")
 
