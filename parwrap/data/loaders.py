@@ -463,7 +463,13 @@ class Loaders(Sources, Interceptor):
         return Reading(known.copy, None if last.exhausted else known.seed, _generator(loader))
 
     def _resume(self, loader: DataLoader, seed: int | None, drawn: torch.Tensor | None) -> None:
-        known, generator = self.known(loader), _generator(loader)
+        known, generator, options = self.known(loader), _generator(loader), self._options()
+        if seed is not None and (options.batch == "global" or options.uneven == "join"):
+            option = "batch='global'" if options.batch == "global" else "uneven='join'"
+            raise UsageError(
+                f"{script_place()} loads a state that a StatefulDataLoader had in the middle of a pass, but with {option} a pass cannot go "
+                "on there: its samples would be others. Save the state at the end of a pass, or use batch='per_rank' and another uneven=."
+            )
         known.resumed, known.copy = seed, None
         if drawn is not None and generator is not None:
             generator.set_state(drawn)

@@ -503,7 +503,7 @@ class _Seeds(Interceptor):
         self._streams.script_restored()
 
     def fresh_seed(self) -> int:
-        return int(torch.randint(2**62, ()))
+        return self._streams.fresh_seed()
 
 
 class HiddenGroup(Interceptor):

@@ -125,10 +125,9 @@ def compared(
             return result
         result.steps = number
     steps = len(one.steps), len(several.steps)
-    if several.failed and steps[0] == steps[1]:
-        result.difference = Difference(steps[1], "", "the end of the run", "without an error", "with one", [_error_in(said)])
-    elif several.failed:
-        result.difference = Difference(steps[1] + 1, "", "the number of steps before an error", *steps, [_error_in(said)])
+    if several.failed:
+        ends = f"after {counted(steps[0], 'step')}", f"after {counted(steps[1], 'step')} with an error"
+        result.difference = Difference(steps[1] + (steps[0] > steps[1]), "", "the end", *ends, [_error_in(said)])
     elif steps[0] != steps[1]:
         result.difference = Difference(min(steps) + 1, "", "the number of steps", *steps, [OTHER_STEPS])
     return result

@@ -32,7 +32,7 @@ from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
 from parwrap.launching.script import run_exit_handlers, run_target, running_exit_handlers
 from parwrap.loop.optimizers import parameters_of
-from parwrap.loop.random_streams import get_states, seed_all
+from parwrap.loop.random_streams import FreshSeeds, get_states, seed_all
 from parwrap.places import script_place
 from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
@@ -161,7 +161,7 @@ def recorded(settings: Settings) -> Iterator[None]:
     """Record the steps inside the block, and end it with :class:`Enough`."""
     patches = [] if settings.dropout else _no_dropout()
     recorder = _Timer(settings) if settings.timed else _Recorder(settings)
-    interceptors = [recorder, *([_ByHand()] if settings.by_hand else [])]
+    interceptors = [recorder, *([_ByHand()] if settings.by_hand else []), *([_Seeds()] if world_size() == 1 else [])]
     with intercepting(interceptors, "__main__"), installed(patches):
         yield
 
@@ -394,6 +394,16 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     step = stride(whole.numel())
     flat = real.reshape(-1, 2)[::step].reshape(-1) if whole.is_complex() else real.reshape(-1)[::step]
     return flat.to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)
+
+
+class _Seeds(Interceptor):
+    """Seeds generators that the script does not seed, in one process as ranks do."""
+
+    def __init__(self) -> None:
+        self._fresh = FreshSeeds()
+
+    def fresh_seed(self) -> int:
+        return self._fresh.next(torch.initial_seed())
 
 
 class _HandWritten(DistributedDataParallel):

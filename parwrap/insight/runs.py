@@ -15,7 +15,7 @@ from typing import NamedTuple
 from parwrap.errors import UsageError
 from parwrap.insight.recording import Settings
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launching.plan import command_parser, unknown_option
+from parwrap.launching.plan import command_parser, look_for, unknown_option
 from parwrap.ranks.world import IN_SCRATCH
 
 __all__ = ["Asked", "Run", "asked_for", "run_in_scratch"]
@@ -45,7 +45,8 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     """Parse ``argv``, with the options of ``parwrap run`` and those that ``add_own`` adds to the parser.
 
     Raises:
-        UsageError: there is no such option, or no script.
+        UsageError: there is no such option, or none is given for a script.
+        LaunchError: the script does not exist.
     """
     parser = command_parser()
     of_run = set(parser._option_string_actions)
@@ -59,6 +60,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     for name in NOT_COMPARED:
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect here: the script runs on ranks of this machine, several times.")
+    look_for(arguments.training_script, arguments)
     options, rest = [], list(given)
     while rest:
         name, equals, _ = rest[0].partition("=")

@@ -28,7 +28,7 @@ from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.world import World, detect
 
-__all__ = ["LaunchPlan", "Script", "columns", "command_parser", "describe", "describe_script", "plan_launch", "unknown_option"]
+__all__ = ["LaunchPlan", "Script", "columns", "command_parser", "describe", "describe_script", "look_for", "plan_launch", "unknown_option"]
 
 ONE_NODE = "parwrap"
 """The rendezvous backend of a single node, which does not wait for other nodes; see ``agent.py``."""
@@ -365,7 +365,7 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
             "--no-python runs a program that is not Python, so parwrap cannot change anything in it: add --plain to only launch it."
         )
     if here:
-        _look_for(target, arguments)
+        look_for(target, arguments)
     try:
         Options(**options)
         for name, each in around.items():
@@ -393,7 +393,8 @@ def _option_after_script(script: Script) -> str:
     )
 
 
-def _look_for(target: str, arguments: argparse.Namespace) -> None:
+def look_for(target: str, arguments: argparse.Namespace) -> None:
+    """Raise :class:`LaunchError` if the script, module or program is not there."""
     if arguments.no_python and shutil.which(target) is None:
         raise LaunchError(f"cannot find the program {target}: pass its path, or the name of a program on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):

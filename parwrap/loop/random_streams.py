@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states"]
+__all__ = ["ALL", "NONE", "TRAINING", "FreshSeeds", "RandomStreams", "get_states", "seed_all", "set_states"]
 
 Libraries = frozenset[str]
 
@@ -42,6 +42,22 @@ def _own_seed(seed: int, rank: int) -> int:
     state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
     later = 0 if _begun_at.setdefault(seed, state) == state else state
     return (seed + rank + later * ANOTHER_SCOPE) % 2**63
+
+
+class FreshSeeds:
+    """Seeds for generators that the script does not seed, such as ``numpy.random.default_rng()``, without a draw of one process more.
+
+    >>> FreshSeeds().next(7) == FreshSeeds().next(7) != FreshSeeds().next(8)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def next(self, seed: int) -> int:
+        """The next one, of 62 bits, from the ``seed`` of the streams that torch draws on."""
+        self._given += 1
+        return random.Random(f"{seed} {self._given}").getrandbits(62)
 
 
 def seed_all(seed: int) -> None:
@@ -119,6 +135,7 @@ class RandomStreams:
         self._own: Libraries = NONE
         self._kept: dict[str, Any] = {}
         self._shared_seed: int | None = None
+        self._fresh = FreshSeeds()
         self._before_seed: Any = None  # torch's shared stream before the script seeded in a training pass
 
     def seed(self) -> int:
@@ -126,6 +143,10 @@ class RandomStreams:
         if "torch" in self._own and self._shared_seed is not None:
             return self._shared_seed
         return torch.initial_seed()
+
+    def fresh_seed(self) -> int:
+        """A seed for a generator without one: the same on all ranks where torch draws the same, else this rank's own."""
+        return self._fresh.next(self.seed() + (self._rank if "torch" in self._own else 0))
 
     @property
     def own(self) -> Libraries:

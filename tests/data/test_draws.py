@@ -172,6 +172,17 @@ def test_a_generator_without_a_seed_draws_as_torch_does_and_one_with_a_seed_is_t
 
 
 @pytest.mark.ranks(2)
+def test_a_generator_without_a_seed_leaves_torchs_draws_those_of_one_process():
+    with parwrap.distributed():
+        torch.manual_seed(3)
+        numbers = [np.random.default_rng().integers(2**60) for _ in range(2)]
+        drawn = torch.rand(1)
+
+    assert torch.equal(torch.rand(1, generator=torch.Generator().manual_seed(3)), drawn)
+    assert (2, [True, True]) == (len(set(numbers)), same(numbers))
+
+
+@pytest.mark.ranks(2)
 def test_draws_per_rank_are_each_ranks_from_the_first_backward_on():
     with parwrap.distributed(draws="per_rank"):
         training = Training()

@@ -76,3 +76,17 @@ def test_the_state_of_a_whole_pass_is_torchdatas():
 
     assert 1 == state["_num_yielded"]
     assert "parwrap" not in state
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("option", "value"), [("batch", "global"), ("uneven", "join")])
+def test_a_state_from_the_middle_of_a_pass_is_refused_where_it_cannot_go_on(option, value):
+    with parwrap.distributed(**{option: value}):
+        optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        first, other = loader(shuffle=True), loader(shuffle=True)
+        for _ in first:
+            weight.sum().backward()
+            optimizer.step()
+            break
+        with pytest.raises(parwrap.UsageError, match=rf"in the middle of a pass, but with {option}='{value}' a pass cannot go on there"):
+            other.load_state_dict(first.state_dict())

@@ -124,7 +124,9 @@ def test_an_error_on_several_ranks_is_a_difference_with_its_text():
 def test_an_error_after_the_last_step_is_a_difference_too():
     result = found([step()], [step()], said="ValueError: at the end", failed=True)
 
-    assert "the end of the run is without an error with one process and with one with parwrap\n  1. ValueError: at the end" in str(result)
+    assert "the end is after 1 step with one process and after 1 step with an error with parwrap\n  1. ValueError: at the end" in str(
+        result
+    )
 
 
 def test_a_gradient_shows_what_a_small_learning_rate_hides():

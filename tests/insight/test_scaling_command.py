@@ -52,7 +52,10 @@ def test_the_table_says_what_twice_as_many_ranks_would_give():
         (["--steps", "0"], "--steps 0 is not a positive number of steps."),
     ],
 )
-def test_what_cannot_be_measured_is_refused(options, expected, capsys):
+def test_what_cannot_be_measured_is_refused(options, expected, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
     assert (2, f"parwrap scaling: {expected}\n") == (main([*options, "train.py"]), capsys.readouterr().err)
 
 

@@ -88,10 +88,20 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
         (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
     ],
 )
-def test_options_that_cannot_be_compared_are_refused(options, expected, capsys):
+def test_options_that_cannot_be_compared_are_refused(options, expected, tmp_path, monkeypatch, capsys):
     from parwrap.insight.verify import main
 
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
     assert (2, f"parwrap verify: {expected}\n") == (main([*options, "train.py"]), capsys.readouterr().err)
+
+
+def test_a_script_that_does_not_exist_is_refused(capsys):
+    from parwrap.insight.verify import main
+
+    assert 2 == main(["nowhere.py"])
+    assert "parwrap verify: cannot find the script nowhere.py: its path is relative to the current directory.\n" == capsys.readouterr().err
 
 
 def train(model, loss_of, batch_norm=False):
