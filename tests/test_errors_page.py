@@ -33,6 +33,7 @@ LEFT_OUT = {
     "decorators/amp.py: f'{name}={value!r} is not {wanted}.'": "each names its option and the values that it takes",
     "decorators/amp.py: f'parwrap: {text}'": "passes on what is said elsewhere",
     "decorators/distributed.py: f'parwrap: {text}'": "passes on what is said elsewhere",
+    "decorators/distributed.py: line": "the summary of a run, which docs/explain.rst explains",
     "doctor/__main__.py: f'parwrap.doctor: {error}'": "passes on an error",
     "doctor/__main__.py: f'parwrap.doctor: {here}, at: {exam.stage}: {exam.failure}'": "a finding, which docs/doctor.rst explains",
     "insight/scaling.py: f'parwrap scaling: {error}'": "passes on an error",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,6 +152,7 @@ class PassIterator:
             sources.begin(self)
         elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
             sources.go_on(self)
+        asked = time.perf_counter()
         if sources.in_loop():
             before = self._passes.streams.use(self.reading)
             batch = self._read()
@@ -160,6 +162,7 @@ class PassIterator:
             batch = self._read()
         opened = self.opened
         if opened is not None and opened.trains:
+            self._passes.clock.data += time.perf_counter() - asked
             if type(batch) is Part:
                 opened.weights.append(batch.weight)  # type: ignore[union-attr]
                 batch = batch.batch

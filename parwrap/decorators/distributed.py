@@ -12,7 +12,7 @@ from importlib import import_module
 from inspect import Parameter, Signature
 from io import IOBase
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from parwrap.intercept.dali import intercepting_pipelines
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop import random_streams
+from parwrap.loop.clock import summary
 from parwrap.loop.divisors import Divisors
 from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.learning_rate import learning_rates_times
@@ -219,7 +220,7 @@ def _continued(run: Callable[[], Any], states: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
-def script_scope(*, log: str | None = None, heard: bool = False, **options: Any) -> Iterator[None]:
+def script_scope(*, log: str | None = None, heard: bool = False, quiet: bool = True, **options: Any) -> Iterator[None]:
     """The scope for a whole plain script.
 
     The launch variables and the process group are hidden from the script. Otherwise, its own distributed code would start.
@@ -227,9 +228,10 @@ def script_scope(*, log: str | None = None, heard: bool = False, **options: Any)
     Args:
         log: the file for the output of a rank that is silent.
         heard: whether ranks above 0 print too, because the launcher shows all ranks.
+        quiet: whether no summary is printed at the end.
         options: see :class:`distributed`.
     """
-    with _opened(Options(**options), Call(), module="__main__", hidden=launch_variables(), log=log, heard=heard):
+    with _opened(Options(**options), Call(), _Script(tuple(launch_variables()), log, heard, quiet)):
         yield
 
 
@@ -305,13 +307,27 @@ def trains_apart() -> bool:
     return _scope is not None and _scope.strategy is not None and not _scope.strategy.together
 
 
+class _Script(NamedTuple):
+    """How a whole script runs in a scope, as in :func:`script_scope`.
+
+    Attributes:
+        hidden: the environment variables that it does not see.
+        log: the file for the output of a rank that is silent.
+        heard: whether ranks above 0 print too.
+        quiet: whether no summary is printed at the end.
+    """
+
+    hidden: tuple[str, ...] = ()
+    log: str | None = None
+    heard: bool = False
+    quiet: bool = True
+
+
 _scope: _Scope | None = None
 
 
 @contextmanager
-def _opened(
-    options: Options, call: Call, module: str | None = None, hidden: Iterable[str] = (), log: str | None = None, heard: bool = False
-) -> Iterator[None]:
+def _opened(options: Options, call: Call, script: _Script | None = None) -> Iterator[None]:
     """Open a scope inside the block, in the open process group or in a new one."""
     global _scope
     outer = groups.current()
@@ -330,7 +346,7 @@ def _opened(
             group, server = opened.enter_context(divided(whole, options, trained, call))
         _scope = _Scope(group, options, opened.close, whole, server)
         try:
-            with _scope.entered(call, module or module_of(call.function), hidden, log, heard):
+            with _scope.entered(call, script):
                 yield
         finally:
             _scope = None
@@ -362,8 +378,10 @@ class _Scope(Interceptor):
         self._interrupts: Interrupts | None = None
 
     @contextmanager
-    def entered(self, call: Call, module: str | None, hidden: Iterable[str], log: str | None, heard: bool) -> Iterator[None]:
+    def entered(self, call: Call, script: _Script | None) -> Iterator[None]:
         """Install everything, run the block, and end together with the other ranks."""
+        hidden, log, heard, quiet = script or _Script()
+        module = "__main__" if script else module_of(call.function)
         with self._undo:
             self._undo.enter_context(_without_variables(hidden))
             interceptors = self._begin(call)
@@ -384,18 +402,19 @@ class _Scope(Interceptor):
             except BaseException as error:
                 report_failure(error)
                 if isinstance(error, SystemExit) and not error.code:
-                    self._end(returns=False)
+                    self._end(False, quiet)
                 elif self._same_step is not None:
                     self._same_step.positions.raised()
                 raise
-            self._end(returns=not hidden)
+            self._end(not hidden, quiet)
 
     def part(self) -> int | None:
         """The number of samples in this rank's part of a batch, if batches are divided."""
         return self.passes.samples if self.passes is not None and self._options.batch == "global" else None
 
-    def _end(self, returns: bool) -> None:
-        """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
+    def _end(self, returns: bool, quiet: bool) -> None:
+        """End together with the other ranks, and say what was trained; not after an interrupt, which a script may have caught on some
+        ranks only."""
         if self._server is not None:
             self._server.serve()
         if self._group is None or self._same_step is None or self.strategy is None:
@@ -403,10 +422,14 @@ class _Scope(Interceptor):
         if self._interrupts is None or not self._interrupts.raised:
             self._same_step.end()
             self.strategy.end()
+            steps, together = self.strategy.loop.optimizers.steps, self.strategy.together and self._whole is self._group
+            line = summary(self._group, self.passes.clock, steps) if together and not quiet and self.passes is not None else None
             if returns:  # a script's process ends
                 self.strategy.make_whole()
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())
+            if line is not None:
+                self._say(line)
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""

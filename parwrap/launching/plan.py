@@ -56,6 +56,7 @@ class Script:
         kind: which of these ``target`` is.
         scope: the options of the ``distributed`` scope around the target; ``None`` to only launch the target.
         decorators: other decorators of parwrap around the target, each with its arguments.
+        quiet: print no summary at the end.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 
@@ -64,6 +65,7 @@ class Script:
     kind: Literal["file", "module", "program"] = "file"
     scope: Mapping[str, Any] | None = None
     decorators: Mapping[str, Given] = field(default_factory=dict)
+    quiet: bool = False
     hand_local_rank: bool = False
 
 
@@ -297,6 +299,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.ours = ours = parser.add_argument_group("parwrap")
     ours.add_argument("--all-ranks", "--all_ranks", action="store_true", help="show the output of every rank")
+    ours.add_argument("--quiet", action="store_true", help="no summary line at the end")
     ours.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and start nothing")
     ours.add_argument("--plain", action="store_true", help="only launch the script, as torchrun does")
     ours.add_argument("--launcher", metavar="NAME", help="slurm, kubeflow or ray, with options of its own")
@@ -378,6 +381,7 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
         kind="module" if arguments.module else "program" if arguments.no_python else "file",
         scope=None if arguments.plain or doctor else options,
         decorators=around,
+        quiet=arguments.quiet,
         hand_local_rank=arguments.plain and not arguments.no_python and not arguments.use_env,
     )
 

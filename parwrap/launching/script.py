@@ -151,7 +151,7 @@ def _scope(script: Script) -> Iterator[None]:
     from parwrap.decorators.distributed import script_scope
 
     log, heard = os.environ.pop(LOG, None), os.environ.pop(ALL_RANKS, "") == "1"  # not for what the script starts
-    with script_scope(log=log, heard=heard, **script.scope), ExitStack() as around:
+    with script_scope(log=log, heard=heard, quiet=script.quiet, **script.scope), ExitStack() as around:
         opened = (getattr(parwrap, name)(*given.args, **given.kwargs) for name, given in script.decorators.items())
         for decorator in sorted(opened, key=lambda each: each.layer):
             around.enter_context(decorator)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from parwrap.errors import UsageError
 from parwrap.loop import random_streams
+from parwrap.loop.clock import Clock
 from parwrap.loop.random_streams import RandomStreams
 from parwrap.options import Options
 from parwrap.places import Place, script_place
@@ -118,6 +120,7 @@ class Passes:
     Attributes:
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
+        clock: how long the loop has trained and waited.
     """
 
     def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
@@ -126,6 +129,7 @@ class Passes:
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws, self._unsent = 0, False
         self.batches = self.backwards = 0
+        self.clock = Clock()
 
     @property
     def draws_own(self) -> bool:
@@ -156,6 +160,8 @@ class Passes:
         """Add ``opened``, which begins, or goes on after another pass over its loader has ended it."""
         self._last_training = None
         self._open.append(opened)
+        if opened.trains:
+            self.clock.began_pass()
         self._unsent = self._unsent or bool(opened.data)
 
     def is_open(self, opened: Pass) -> bool:
@@ -168,6 +174,7 @@ class Passes:
             self._open.remove(closed)
             if closed.trains:
                 self._last_training = closed if closed.untrained else None
+                self.clock.epochs[closed.place] += closed.exhausted
 
     def data_to_send(self) -> tuple[int, ...]:
         """The digits of all training passes that have not sent theirs, added up; empty if all have."""
@@ -206,12 +213,14 @@ class Passes:
     def drew(self, training: Pass, samples: int) -> None:
         """``training`` has drawn a batch."""
         training.drew(samples)
+        self.clock.samples += samples
         training.drawn_after = self.backwards
         self.batches += 1
 
     def ran_backward(self) -> None:
         """A backward of the script ran."""
         self.backwards += 1
+        self.clock.end = time.perf_counter()
         if training := self.training:
             training.ran_backward()
         self.draw()

@@ -7,6 +7,7 @@ This file is the regular step: find the site, check that all ranks come to it, r
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -106,6 +107,8 @@ class DDP(Strategy):
                 loop.same_step.explain(error)
             raise
         loop.same_step.positions.run()
+        if loop.group.device.type == "cpu":
+            loop.passes.clock.averages += time.perf_counter() - loop.same_step.averages_since
 
         # compare, and leave the mean in the loss
         means = averager.received()

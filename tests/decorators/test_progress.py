@@ -35,7 +35,7 @@ def shown(script, folder, ranks):
     (folder / "train.py").write_text(script)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    command = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", str(ranks), "--progress", "train.py"]
+    command = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", str(ranks), "--quiet", "--progress", "train.py"]
     with subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         parts = []

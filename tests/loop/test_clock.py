@@ -1,0 +1,60 @@
+"""The line that says at the end of a script what was trained, how fast, and what was waited for."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import time, torch, parwrap
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return torch.ones(2)
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for x in DataLoader(Slow(), batch_size=4):
+        if parwrap.rank() == 1:
+            time.sleep(0.02)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+"""
+
+
+def run(script, folder, *options):
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", "2", *options, "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stderr
+
+
+def test_the_last_line_says_what_was_trained_and_what_was_waited_for(tmp_path):
+    line = run(SCRIPT, tmp_path).splitlines()[-1]
+
+    found = re.fullmatch(
+        r"parwrap: 6 steps, 2 epochs in (\S+) s, ([\d,]+) samples/s on 2 ranks; "
+        r"waiting: data (\d+)%, other ranks (\d+)% \(most for rank 1\); peak memory 0\.\d+ GB a rank",
+        line,
+    )
+    assert found, line
+    seconds, rate, data, others = (float(each.replace(",", "")) for each in found.groups())
+    assert rate == pytest.approx(48 / seconds, rel=0.02)  # 24 samples in each epoch, on both ranks together
+    assert 24 * 0.005 / seconds * 100 <= data + 1  # each rank has read 24 samples
+    assert others > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"), [(SCRIPT, ["--quiet"]), ("print('nothing is trained')", [])], ids=["quiet", "nothing trained"]
+)
+def test_there_is_no_line_if_it_is_not_wanted_or_nothing_was_trained(script, options, tmp_path):
+    assert "samples/s" not in run(script, tmp_path, *options)
