@@ -80,7 +80,7 @@ class Page(NamedTuple):
     Attributes:
         backwards: the number of backwards that it has entered.
         state: what it does.
-        what: the set of parameters of its last backward, or the kind of its last control message, as ``state`` says.
+        what: the set of parameters of the backward, or the kind of the control message, that it has entered last.
         controls: the number of control messages that it has entered.
         place: the line of the script.
     """

@@ -91,7 +91,7 @@ class SameWeights:
         modules: the modules of the script: weights may change without an optimizer.
 
     Attributes:
-        owned_only: whether only optimizers' parameters are compared, because what follows them, such as a moving average, differs rightly.
+        owned_only: whether only optimizers' parameters are compared. Parameters that follow them, such as a moving average, may differ.
         leaves_out: whether each rank has a part of a parameter, so that there is nothing to compare.
     """
 

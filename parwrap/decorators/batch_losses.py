@@ -1,4 +1,4 @@
-"""Losses over the batches of all ranks: ``gather_with_grad`` for losses that compare rows, ``mean_over_ranks`` for means of any count."""
+"""Losses over the batches of all ranks: ``gather_with_grad`` if they compare rows, ``mean_over_ranks`` for means over what all count."""
 
 from __future__ import annotations
 
