@@ -254,7 +254,7 @@ class Positions:
         Args:
             since: the time, by ``time.monotonic()``, since which this rank waits.
             what: what it waits for.
-            patience: seconds for which the first rank may wait for this one in a step: until then, another of its threads may still act.
+            patience: seconds for which the first rank may wait for this one in a step, because another thread of it may still write.
 
         Raises:
             LockstepError: the first rank has raised, or waits for this one.

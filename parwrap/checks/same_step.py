@@ -239,7 +239,7 @@ class SameStep:
             self._work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
 
     def _watches_work(self, training: Pass | None, place: Place) -> bool:
-        """Whether to compare losses at ``place``: not on shares, where gathered features give equal losses, nor if ranks draw their own."""
+        """Whether to compare losses at ``place``: not on shares, where gathered features give equal losses, nor with per-rank draws."""
         return not self._passes.draws_own and (training is None or not training.shared) and self._work.watches(place)
 
     def _refuse(self, differ: list[int], place: Place) -> None:

@@ -33,7 +33,7 @@ REDUCTIONS = {
 CONSTANT = (str, bytes, bool, np.bool_, Enum, type, type(None), torch.dtype, torch.device, PathLike)
 
 NOISE: dict[Any, float] = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""How far two sums of the same numbers may differ by their order, relative to the largest number, for each dtype.
+"""How far two sums of the same numbers in different order may differ, for each dtype, relative to the largest number.
 
 ``LEAST_NOISE`` is for all other dtypes, because a Python float may be a sum in ``float32``.
 """

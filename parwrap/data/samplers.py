@@ -86,7 +86,7 @@ class DealtBatches:
 
 
 def block(samples: int, rank: int, size: int) -> range:
-    """The consecutive samples, out of ``samples``, that rank ``rank`` of ``size`` takes; parts differ in length by at most one.
+    """The range of numbers below ``samples`` that rank ``rank`` of ``size`` takes; ranges differ in length by at most one.
 
     >>> [list(block(5, rank, 2)) for rank in (0, 1)]
     [[0, 1, 2], [3, 4]]

@@ -1,4 +1,4 @@
-"""Which passes train, and when a pass begins and ends, whatever it reads: from its first ``next``, to one end (contract, rule 2).
+"""Which passes train, and how a pass begins at its first ``next`` and ends once, whatever it reads (contract, rule 2).
 
 ``loaders.py`` and ``dali.py`` decide what each rank reads of DataLoaders and of DALI's pipelines.
 """

@@ -1,4 +1,4 @@
-"""Losses over the batches of all ranks: ``gather_with_grad`` if they compare rows, ``mean_over_ranks`` for means over what all count."""
+"""Losses over the batches of all ranks: ``gather_with_grad`` for pairs of samples, ``mean_over_ranks`` for means of unequal counts."""
 
 from __future__ import annotations
 

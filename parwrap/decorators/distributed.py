@@ -126,7 +126,7 @@ class distributed(ScopeDecorator):
         wrap: with ``"fsdp"``, the modules to gather one by one: a class, its name, a tuple of these, or a number: every module with at
             least so many parameters. By default blocks of 100,000 parameters or more that are repeated in a list.
         every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
-        warmup: with ``"local_sgd"``, the number of first steps, in which gradients are averaged instead of weights.
+        warmup: with ``"local_sgd"``, the number of steps at the beginning in which gradients are averaged instead of weights.
         outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the momentum of the outer optimizer.

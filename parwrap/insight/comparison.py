@@ -109,8 +109,8 @@ def compared(
         ranks: the number of ranks.
         synchronized: whether batch norms are synchronized on several ranks.
         said: what the run on several ranks has printed.
-        tolerance: the largest difference that counts as rounding, as :data:`TOLERANCE`. The difference of a gradient may have 100 times
-            this fraction of the gradient's norm.
+        tolerance: the largest difference that counts as rounding, like :data:`TOLERANCE`. A gradient may differ by 100 times this
+            fraction of its norm.
     """
     result = Comparison(ranks)
     noise: dict[int, list[torch.Tensor]] = {}

@@ -31,7 +31,7 @@ MARK = "_parwrap_image"
 
 
 def skipping(interceptor: Interceptor) -> list[Any]:
-    """The hooks that skip a step if ``interceptor`` says so. A skipped step changes no parameters and gradients. Schedulers count it.
+    """The hooks that skip a step if ``interceptor`` says so. A skip leaves parameters and gradients unchanged. Schedulers count it.
 
     The last installed interceptor is asked first, and the others only if it lets the step through.
     """

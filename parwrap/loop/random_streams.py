@@ -21,9 +21,9 @@ Libraries = frozenset[str]
 
 NONE: Libraries = frozenset()
 TRAINING: Libraries = frozenset({"torch", "numpy"})
-"""The own streams in a training pass, for noise. Python's ``random``, from which scripts draw decisions, stays the same on all ranks."""
+"""Own streams in a training pass, for a rank's noise. Scripts draw decisions from Python's ``random``, which stays shared."""
 ALL: Libraries = frozenset({"torch", "numpy", "python"})
-"""The own streams while samples of a training pass are read: augmentation may draw from any library."""
+"""Own streams while samples of a training pass are read: a rank's augmentation may draw from any library."""
 
 
 ANOTHER_SCOPE = 1_000_003
