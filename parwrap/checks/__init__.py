@@ -1,1 +1,1 @@
-"""What finds ranks that come apart: same step, same data, same weights, same work; the watchdog."""
+"""The checks that find ranks that come apart: same step, same data, same weights, same work; and the watchdog."""

@@ -36,7 +36,7 @@ STATE, PLACE = 2, 8 * NUMBERS
 """Where a page has its state, in words, and its place, in bytes."""
 
 ATTEMPTS = 1000
-"""How often a page is read while its rank writes it; that rank may have died there."""
+"""How often a reader tries again while a page is being written. The rank of the page may have died while writing."""
 
 
 class State(IntEnum):
@@ -50,13 +50,13 @@ class State(IntEnum):
     AVERAGES = 5
     """The backward has reached its end on this rank, which waits for the average gradients."""
     INNER = 6
-    """It sends a control message inside of a backward, as synchronized batch norms do."""
+    """The rank sends a control message inside of a backward, as synchronized batch norms do."""
 
 
 RUNS, BACKWARD, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.AVERAGES))  # each step compares these
 
 _openings: Counter[Path] = Counter()
-"""How many times this process has opened pages in each folder. All ranks that share it count alike."""
+"""How many times this process has opened pages in each folder. All ranks that share a folder have the same count."""
 
 SENTENCES = {
     State.RUNS: "runs the script; its last step was at {place}",
@@ -80,7 +80,7 @@ class Page(NamedTuple):
     Attributes:
         backwards: the number of backwards that it has entered.
         state: what it does.
-        what: the set of parameters of that backward, or the kind of that message.
+        what: the set of parameters of the backward, or the kind of the control message, that it has entered last.
         controls: the number of control messages that it has entered.
         place: the line of the script.
     """
@@ -110,7 +110,7 @@ def apart(mine: Page, other: Page) -> bool:
         return other.backwards == mine.backwards and other.what != mine.what
     if other.state in (State.CONTROL, State.INNER):
         if mine.state in (State.BACKWARD, State.AVERAGES):
-            # it waits for a message that this rank has not sent; on a GPU it may have begun this backward
+            # the other rank waits for a message that this rank has not sent; on a GPU it may have begun this backward
             comes_after = mine.backwards > other.backwards or (_ends(mine, other) and mine.backwards == other.backwards)
             return comes_after and other.controls > mine.controls
         return other.controls == mine.controls and other.what != mine.what
@@ -118,7 +118,7 @@ def apart(mine: Page, other: Page) -> bool:
 
 
 def _ends(one: Page, another: Page) -> bool:
-    """Whether ``one`` is at the end of a backward, inside of which ``another`` sends a message, if both are in the same."""
+    """Whether ``one`` is at the end of a backward and ``another`` sends a message inside of a backward, which may be the same."""
     return one.state == State.AVERAGES and another.state == State.INNER
 
 
@@ -128,7 +128,7 @@ class Positions:
     Args:
         folder: the folder that they share.
         rank: this rank among those of the node.
-        ranks: the numbers of the node's ranks among all, in that order.
+        ranks: the global ranks of the node's ranks, in their order on the node.
 
     Attributes:
         opening: how many pages this process has opened there before.
@@ -171,7 +171,7 @@ class Positions:
 
     @contextmanager
     def inner(self, what: int, place: str, alike: bool = True) -> Iterator[None]:
-        """This rank sends a control message of kind ``what`` inside of a backward.
+        """Say that this rank sends a control message of kind ``what`` inside of a backward.
 
         Raises:
             LockstepError: another rank of the node can never meet it there.
@@ -225,8 +225,8 @@ class Positions:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
 
         Raises:
-            LockstepError: a rank has been in a step that this rank does not take for ``patience`` seconds, so that an error of its own
-                comes first; or a rank has not ended within ``timeout`` seconds.
+            LockstepError: a rank has raised; a rank is still in a step that this rank does not take, ``patience`` seconds after it was
+                first seen there; or a rank has not ended within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         self._set(State.ENDED)
@@ -254,7 +254,7 @@ class Positions:
         Args:
             since: the time, by ``time.monotonic()``, since which this rank waits.
             what: what it waits for.
-            patience: seconds for which the first rank may wait for this one in a step, while another of its threads still writes.
+            patience: seconds for which the first rank may wait for this one in a step, because another thread of it may still write.
 
         Raises:
             LockstepError: the first rank has raised, or waits for this one.

@@ -1,6 +1,6 @@
 """The check that all ranks read the same data: digits of a hash of a loader, which travel with the first backward of each pass.
 
-Ranks that split data apart would read some samples twice and others never, or train on what others validate on.
+Ranks that split the data in different ways would read some samples twice and others never, or train on samples that others validate on.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def different_data(differ: Iterable[int], place: Place) -> None:
     """Say that ranks read different data at ``place``.
 
     Raises:
-        RankMismatchError: unless only texts and paths differ, which is a warning: they differ rightly between nodes.
+        RankMismatchError: unless only texts and paths differ. These may rightly differ between nodes, so they only cause a warning.
     """
     worst = min(differ)
     if worst == TEXTS:

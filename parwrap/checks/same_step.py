@@ -35,7 +35,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Entry(IntEnum):
-    """The entries of the signal behind the bits that say which parameters this rank's loss reaches."""
+    """The entries of the signal that follow the bits for the parameters that this rank's loss reaches."""
 
     SET = -15
     """The set of parameters."""
@@ -48,7 +48,7 @@ class Entry(IntEnum):
     LOSS = -4
     """The loss, in the signal's precision."""
     LOSS_LOW = -3
-    """What that precision leaves of a float64 loss."""
+    """The rest of a float64 loss, which the signal's precision cuts off."""
     GROWS = -2
     """Whether a parameter outside of every set has got a gradient."""
     INTERRUPTED = -1
@@ -105,13 +105,13 @@ class SameStep:
 
     @contextmanager
     def control(self, kind: str) -> Iterator[Callable[[], None]]:
-        """This rank sends a control message of that ``kind`` inside the block.
+        """Say that this rank sends a control message of that ``kind`` inside the block.
 
         Yields:
-            a check for a message that is no collective, to be called now and then: it raises as entering the block does.
+            a check to call now and then while this rank waits for a message that is no collective: it raises the same errors.
 
         Raises:
-            LockstepError: another rank can never meet it there, or has ended.
+            LockstepError: another rank can never meet this one there, or has ended.
         """
         if in_backward():  # on a GPU, in a thread that has no line of the script
             inside, alike = f"{kind} in the backward at {self._last}", not self._interrupts.raised
@@ -131,19 +131,19 @@ class SameStep:
             self.positions.compare()
 
     def sends(self, kind: str) -> None:
-        """This rank is about to send a message of that ``kind``, and goes on while it is on its way.
+        """Say that this rank is about to send a message of that ``kind``, and does not wait for it.
 
         Raises:
-            LockstepError: another rank can never meet it there, or has ended.
+            LockstepError: another rank can never meet this one there, or has ended.
         """
         place = f"its end, after {self._last}" if self.ending else script_place()
         self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
 
     def backward(self, number: int, place: str) -> None:
-        """This rank is about to average the gradients of set ``number``.
+        """Say that this rank is about to average the gradients of set ``number``.
 
         Raises:
-            LockstepError: another rank can never meet it there.
+            LockstepError: another rank can never meet this one there.
         """
         self.passed(place)
         self._enter(State.BACKWARD, number, place)
@@ -168,7 +168,7 @@ class SameStep:
         """Say where all ranks are if ``error`` says that another rank's connection has closed.
 
         Raises:
-            LockstepError: it does.
+            LockstepError: ``error`` says that.
         """
         if any(text in str(error) for text in LOST):
             raise self.positions.error("the connection to another rank has closed") from error
@@ -186,9 +186,9 @@ class SameStep:
         return numbers
 
     def compare(self, numbers: list[float], means: list[float] | torch.Tensor, loss: torch.Tensor | None, place: Place) -> None:
-        """Compare this rank's ``numbers`` with the ``means`` of all ranks; those of a GPU a backward later, to not wait for it.
+        """Compare this rank's ``numbers`` with the ``means`` of all ranks.
 
-        A GPU's ``loss`` is not yet among the numbers.
+        On a GPU, this compares those of the backward before, to not wait for the GPU, and ``loss`` is not yet among the numbers.
 
         Raises:
             LockstepError: the ranks were in different steps.
@@ -217,7 +217,7 @@ class SameStep:
         self._compare(before.sent, means, before.place, before.training)
 
     def end(self) -> None:
-        """This rank's function has ended: compare what is on the way."""
+        """Note that this rank's function has ended, and compare the numbers that are still on their way from the GPU."""
         self.ending = True
         while self._on_the_way:
             self._compare_arrived()
@@ -239,7 +239,7 @@ class SameStep:
             self._work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
 
     def _watches_work(self, training: Pass | None, place: Place) -> bool:
-        """Whether ranks may do the same work at ``place``: not on shares, where gathered features give equal losses, nor on own draws."""
+        """Whether to compare losses at ``place``: not on shares, where gathered features give equal losses, nor with per-rank draws."""
         return not self._passes.draws_own and (training is None or not training.shared) and self._work.watches(place)
 
     def _refuse(self, differ: list[int], place: Place) -> None:

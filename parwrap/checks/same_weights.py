@@ -29,7 +29,7 @@ LONGEST = 100
 """Steps between two checks in the long run."""
 
 SAMPLES = ((0, 1, 1), (0, 2, 0x9E3779B1), (1, 3, 0x85EBCA77), (2, 7, 0xC2B2AE3D))
-"""Starts, strides and factors of the partial sums: a permutation or changes that cancel each other do so in all of them hardly ever."""
+"""Starts, strides and factors of the partial sums. A permutation, or changes that cancel in one sum, hardly ever cancel in all of them."""
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -91,7 +91,7 @@ class SameWeights:
         modules: the modules of the script: weights may change without an optimizer.
 
     Attributes:
-        owned_only: whether only optimizers' parameters are compared, because what follows them, such as a moving average, differs rightly.
+        owned_only: whether only optimizers' parameters are compared. Parameters that follow them, such as a moving average, may differ.
         leaves_out: whether each rank has a part of a parameter, so that there is nothing to compare.
     """
 
@@ -137,7 +137,7 @@ class SameWeights:
                 self.check()
 
     def check(self) -> None:
-        """Compare the weights now, if the script has trained or drawn a batch since; on a GPU those at the last check, to not wait.
+        """Compare the weights, if the script has trained or drawn a batch since; on a GPU those of the check before, to not wait.
 
         Raises:
             RankMismatchError: they differ; it names the first parameter and the step.

@@ -1,8 +1,8 @@
 """Finds ranks of different nodes that wait for each other for ever: a node's pages do not reach beyond it.
 
 A rank that has been blocked in one step for two seconds puts its page into the store, and compares it with that of the next rank. If all
-ranks are blocked but not alike, two neighbours differ. So nothing is sent while ranks move, and what a rank reads does not grow with their
-number. A page that its rank has left since proves nothing and does no harm: counts only grow.
+ranks are blocked but not alike, two neighbours differ, so one comparison for each rank suffices. Nothing is sent while ranks move. A page
+that is out of date proves nothing and does no harm, because counts only grow.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class pad_collate:
         return self._collated(samples, masked=self.attention_mask)
 
     def _collated(self, samples: Any, masked: bool | None) -> Any:
-        """Make a batch of ``samples``, or of one field's values, with or without a mask; ``None`` for the default."""
+        """Make a batch of ``samples``, or of one field's values. ``masked`` says whether to add a mask; ``None`` means the default."""
         first = samples[0]
         if is_sequence(first):
             padded = self._padded(None, samples, rounded=True)
@@ -105,7 +105,7 @@ class pad_collate:
         return is_sequence(column[0]) and (self.fields is None or name in self.fields)
 
     def _padded(self, name: Any, column: Sequence[Any], rounded: bool) -> torch.Tensor:
-        """One tensor of sequences, padded if they differ in length, or if their length is ``rounded``."""
+        """The sequences of ``column`` in one tensor, padded to one length. Sequences of equal length are padded only if ``rounded``."""
         tensors = _tensors(column)
         shapes = {tensor.shape[1:] for tensor in tensors}
         if len(shapes) > 1:
@@ -145,7 +145,7 @@ def _lengths(column: Sequence[Any]) -> list[int]:
 
 
 def _tensors(column: Sequence[Any]) -> list[torch.Tensor]:
-    """``column`` as tensors of one dtype that can hold all of them, because an empty list has no dtype of its own."""
+    """``column`` as tensors of one dtype that can hold all of them. Empty lists take the dtype of the others."""
     tensors = [torch.as_tensor(each) for each in column]
     dtypes = {tensor.dtype for tensor, each in zip(tensors, column, strict=True) if not isinstance(each, list) or each}
     dtype = reduce(torch.promote_types, dtypes) if dtypes else tensors[0].dtype

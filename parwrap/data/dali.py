@@ -1,8 +1,8 @@
 """What each rank reads of a pipeline of NVIDIA DALI.
 
-A pipeline is built, and reads ahead, before a pass shows what it is for. So its reader decides: one that shuffles is for training, and each
-rank builds it with a shard of its own. Any other is read whole, and the batches of its training passes are dealt to the ranks.
-``intercept/dali.py`` patches DALI.
+A pipeline is built, and reads ahead, before parwrap knows whether a pass trains, so its reader decides. A reader that shuffles is for
+training: each rank builds it for its own shard. Any other pipeline is read whole, and the batches of its training passes are dealt to the
+ranks. ``intercept/dali.py`` patches DALI.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parwrap.ranks.group import is_alone
 __all__ = ["Pipelines"]
 
 ANOTHER_SOURCE = 1_000_003
-"""Added to the seed for each further reader, so that readers that are zipped never pair a sample with itself."""
+"""Added to the seed of each further pipeline, so that pipelines that a loop zips never pair a sample with itself."""
 
 NOTHING = object()
 
@@ -115,7 +115,7 @@ class Pipelines(Sources):
         )
 
     def _digits(self, iterator: Any, readers: Mapping[str, list[Mapping[str, Any]]]) -> tuple[int, ...]:
-        """Digits of what all ranks must read alike, which travel with the first backward."""
+        """Digits of a hash of what must be the same on all ranks. They travel with the first backward."""
         held = next((self._built[each] for each in pipelines_of(iterator) if each in self._built), Held())
         return held.digits(str([(name, metas[0]["epoch_size"]) for name, metas in readers.items()]))
 
@@ -141,12 +141,12 @@ class _Iteration(PassIterator):
 
 
 def _is_part(metas: list[Mapping[str, Any]]) -> bool:
-    """Whether pipelines read some shards only; ``metas`` describe one reader in each."""
+    """Whether the pipelines together read only some of the shards; ``metas`` describe the reader in each pipeline."""
     return {meta["shard_id"] for meta in metas} < {*range(metas[0]["number_of_shards"])}
 
 
 def _rest(batches: Iterator) -> Iterator:
-    """The remaining ``batches``: ``iter`` of one of DALI's iterators would begin another pass."""
+    """The remaining ``batches``. A ``for`` statement over DALI's iterator would call ``iter``, which begins another pass."""
     while True:
         try:
             yield next(batches)

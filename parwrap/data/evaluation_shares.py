@@ -1,8 +1,8 @@
 """Which batches of an evaluation each rank reads, so that together they read each sample once (contract, rule 9).
 
-Where batches are made of indices, each rank reads a block of consecutive ones, so that the ranks' results in order are those of one
-process. Of a stream, whose end is unknown, the ranks take turns. Batches are those of one process and are never cut. A rank without a part
-stands in: it reads the first batch, so that the function runs to its end as on any other rank, and its result is ignored.
+If batches are made of indices, each rank reads a block of consecutive batches, so that the ranks' results in order are those of one
+process. The end of a stream is unknown, so the ranks take its batches in turn. Batches are those of one process and are never cut. A rank
+without a part stands in: it reads the first batch, so that the function runs to its end there too, and its result is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parwrap.ranks.group import is_alone
 __all__ = ["Evaluation", "Reading", "check", "rows_of"]
 
 MOST = 10**7
-"""The most batches of one pass; an endless sampler never ends."""
+"""The most batches of one pass. A sampler that yields more counts as endless."""
 
 
 class Blocks:
@@ -64,7 +64,7 @@ class Turns:
     Args:
         batches: the stream.
         most: the number of ranks.
-        begin: a function, called with up to ``most`` first batches; returns ``rank`` and ``readers``.
+        begin: a function, called with the first batches, at most ``most``; returns ``rank`` and ``readers``.
         ended: a function, called with the number of batches when the stream has ended.
 
     >>> list(Turns(iter("abcde"), 2, lambda first: (1, 2), print))
@@ -91,7 +91,7 @@ class Turns:
         self._ended(drawn)
 
     def _drawn(self, most: int) -> list:
-        """The next batches, drawn from the stream's own random states: what the script draws in between differs between ranks."""
+        """The next batches. They are drawn on random states kept for the stream, because the script's own draws differ between ranks."""
         running = get_states()
         if self._states is not None:
             set_states(self._states)
@@ -108,11 +108,11 @@ class Reading:
     Attributes:
         place: the line of the script where it began.
         in_turn: whether batches were dealt out one by one, rather than in blocks.
-        batches: the batches of the whole pass; ``None`` until its end is known.
-        planned: the number of them for this rank.
-        read: the number of batches read.
-        sizes: the samples in each of them.
-        rows: the sum of the first dimensions read, if the loader does not batch; otherwise 0.
+        batches: the number of batches of the whole pass; ``None`` until its end is known.
+        planned: the number of batches that this rank has to read.
+        read: the number of batches that this rank has read.
+        sizes: the number of samples in each of this rank's batches.
+        rows: the sum of the first dimensions of the items read, if the loader does not batch; otherwise 0.
         same: a digest of what must be the same on all ranks.
     """
 
@@ -127,7 +127,7 @@ class Reading:
 
 
 class Evaluation(Interceptor):
-    """Divides what one call of a function reads.
+    """Divides what one call of a function reads among the ranks.
 
     Args:
         rank: this rank.
@@ -136,10 +136,10 @@ class Evaluation(Interceptor):
         divides: whether each rank reads a part; otherwise it reads everything.
 
     Attributes:
-        readers: the number of ranks with a part; those above stand in.
+        readers: the number of ranks with a part; ranks from this number on stand in.
         readings: the passes in order.
-        within: whether another evaluation has run inside it.
-        asleep: whether another one runs inside it now.
+        within: whether another evaluation has run inside this one.
+        asleep: whether another evaluation runs inside this one now.
     """
 
     def __init__(self, rank: int, size: int, begins: Callable[[DataLoader], None], divides: bool = True) -> None:
@@ -211,7 +211,7 @@ class Evaluation(Interceptor):
             yield batch
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """Inside an evaluation, lengths are those of all the data."""
+        """The number of batches of all ranks together."""
         return unwrap(original)(loader)
 
     def backward(self, call: Backward) -> None:
@@ -224,11 +224,11 @@ class Evaluation(Interceptor):
         )
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
-        """torchmetrics sums the states of a metric over the ranks, so a rank that only stands in must not update one."""
+        """Update ``metric``, except on a rank that stands in: torchmetrics sums the states of a metric over the ranks."""
         return None if self.stands_in and not self.asleep else update()
 
     def _begin(self, batches: int) -> int:
-        """The number of ranks that have a part of a pass of at least ``batches``."""
+        """Set and return the number of ranks that have a part of a pass with at least ``batches`` batches."""
         readers = min(self.readers, batches) or self.readers
         if readers < self.readers and any(reading.planned for reading in self.readings):
             raise UsageError(
@@ -285,7 +285,7 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
 
 
 def _refuse_unreadable(loader: DataLoader) -> None:
-    """Raise :class:`UsageError` for a loader that the ranks cannot read once, together."""
+    """Raise :class:`UsageError` for a loader whose samples the ranks together cannot read exactly once."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(

@@ -26,7 +26,7 @@ from parwrap.torch_private.dataloader import ITERATOR, kept_iterator
 __all__ = ["Lengths", "UniformLength", "UniformLengthBatchSampler", "read_lengths"]
 
 STARTS = 8
-"""Where the first batch may be cut, as fractions of a batch. Later cuts move with it."""
+"""The number of places where the first round may be cut, from an eighth of its samples to all. Later cuts move with it."""
 
 
 class UniformLengthBatchSampler(Sampler[list[int]]):
@@ -163,7 +163,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return -(-self.lengths // self.multiple_of) * self.multiple_of
 
     def _most(self, longest: int) -> int:
-        """The number of samples that fit into a batch whose longest sample has this length."""
+        """The number of samples that fit into a batch whose longest sample has the length ``longest``."""
         by_tokens = max(1, self.max_tokens // max(1, longest)) if self.max_tokens else len(self.lengths)
         return min(by_tokens, self.batch_size or by_tokens)
 
@@ -234,8 +234,8 @@ class _Arranged:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The number of ``batches`` that samples with these ``lengths`` make for ``ranks``. It is not a sequence, because ranks would compare
-    that."""
+    """The number of ``batches`` that samples with these ``lengths`` make for ``ranks``. This is not a tuple, because ranks compare the
+    tuples in a sampler."""
 
     lengths: np.ndarray
     ranks: int
@@ -439,11 +439,11 @@ class UniformLength(Interceptor):
         return original(self._uniform(loader))
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """It may differ if ``max_tokens`` limits the batches."""
+        """The length of the copy that is read. It may differ from the loader's if ``max_tokens`` limits the batches."""
         return original(self._uniform(loader))
 
     def _uniform(self, loader: DataLoader) -> DataLoader:
-        """The copy of ``loader`` that is read. It is always the same object, because what is known about loaders is kept by object."""
+        """The copy of ``loader`` that is read: always the same object, because other interceptors keep facts about loaders by object."""
         if get_worker_info() is not None or loader.batch_sampler is None or isinstance(loader.collate_fn, Trimmed):
             return loader
         copy = self._copies.get(loader)
@@ -460,7 +460,7 @@ class UniformLength(Interceptor):
         return copy
 
     def _sampler(self, loader: DataLoader, lengths: np.ndarray) -> UniformLengthBatchSampler:
-        """The sampler that replaces the loader's own; it counts passes."""
+        """The sampler that replaces the loader's own, the same in all passes until the lengths change."""
         known, sampler = self._samplers.get(loader, (None, None))
         if sampler is None or known is not lengths:
             size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}

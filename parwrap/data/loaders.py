@@ -1,4 +1,4 @@
-"""What each rank reads of a DataLoader, and how long it is (contract, rules 2 and 3).
+"""What each rank reads of a DataLoader, and what ``len(loader)`` returns (contract, rules 2 and 3).
 
 The rule for lengths comes first, as a function that touches nothing. ``Loaders`` asks it, and decides what a pass reads when it begins.
 """
@@ -63,7 +63,7 @@ TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 _sharded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 _replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
-"""What users have said about loaders, in any scope."""
+"""The loaders that the script has passed to :func:`shard` and to :func:`replicate`, in any scope."""
 
 
 def shows_share(*, last_trained: bool | None, gradients_on: bool, in_eval: bool, shuffled: bool) -> bool:
@@ -143,13 +143,13 @@ class _Known:
 
     Attributes:
         trained: the number of its training passes.
-        seed: the seed of the order of the last one.
-        resumed: the seed of an order that a loaded state goes on with.
-        sampler: torch's sampler of the copy that is read, if it has one.
+        seed: the seed of the order of its last training pass.
+        resumed: the seed of the order that a loaded state continues.
+        sampler: the ``DistributedSampler`` of the copy that is read, if it has one.
         last: its last pass.
         open: its open passes, the innermost last.
-        given: a length that was given before its first training pass, and where.
-        whole_at: lines that read it without a backward: everything is read there.
+        given: the length that ``len`` returned before its first pass, and the line that asked.
+        whole_at: lines where a training pass had no backward: since then every rank reads everything there.
         copy: the copy that is read, if its workers persist or if it has a state.
         held: hashes of what it reads.
         iterated: the last iterator made over it, whose pass may not have begun yet.
@@ -250,7 +250,7 @@ class Loaders(Sources, Interceptor):
             iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
 
     def _read(self, iteration: _Iteration, loader: DataLoader, opened: Pass, workers_seed: int | None, may_end_apart: bool) -> None:
-        """Begin to read ``loader``; in a stream whose parts may differ in length, all ranks end together."""
+        """Begin to read ``loader``. If it is a stream whose parts ``may_end_apart``, ranks that step together also end together."""
 
         def begin() -> Iterator:
             with self._drawing(random_streams.NONE), _seeding_workers(loader, workers_seed):
@@ -283,7 +283,7 @@ class Loaders(Sources, Interceptor):
             self._note_unused(known, opened)
 
     def _note_unused(self, known: _Known, opened: Pass) -> None:
-        """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
+        """Warn of a training pass without a backward: numbers from it are of one rank's share. From now on its line reads everything."""
         if not opened.drawn or self._trained_in(opened) or opened.place in known.whole_at or opened.said:
             return
         known.whole_at.add(opened.place)
@@ -295,7 +295,7 @@ class Loaders(Sources, Interceptor):
         )
 
     def drops(self) -> bool:
-        """Whether the script drops an iterator that is finalized now; not the garbage collector, which runs at other times on each rank."""
+        """Whether the script has dropped the iterator that is finalized now. The garbage collector acts at other times on each rank."""
         return threading.get_ident() != self._collector
 
     def _note_collection(self, phase: str, info: dict[str, int]) -> None:
@@ -307,7 +307,7 @@ class Loaders(Sources, Interceptor):
     # what a rank reads
 
     def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
-        """The copy of ``loader`` that this rank reads, and the weights of its batches as they are drawn."""
+        """The copy of ``loader`` that this rank reads, and a queue that gets the weight of each batch it draws; ``None`` if all are 1."""
         options, rank, size = self._options(), self._rank, self._size
         sampler = _sampler(loader)
         divides = loader.batch_size is not None or loader.batch_sampler is not None
@@ -359,13 +359,13 @@ class Loaders(Sources, Interceptor):
         return distributed_sampler(loader, rank, size, seed, self._options().uneven)
 
     def _continued(self, share: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
-        """The copy whose workers persist, in another order."""
+        """The copy ``share``, whose workers persist, set to the order of this pass; and its queue of weights, as in :meth:`_share`."""
         if known.sampler is not None:
             known.sampler.seed = known.seed
         return share, deque() if _yields_parts(share) else getattr(share.batch_sampler, "weights", None)
 
     def _workers_seed(self, loader: DataLoader) -> int | None:
-        """The seed of workers, drawn as torch draws it when an iterator is made; workers that persist keep theirs."""
+        """The seed of workers, drawn as torch draws it when an iterator is made; ``None`` for workers that persist."""
         known = self._known.get(loader)
         copy = None if known is None else known.copy
         if kept_iterator(loader) is not None or (copy is not None and kept_iterator(copy) is not None):
@@ -374,9 +374,9 @@ class Loaders(Sources, Interceptor):
             return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
     def _seed(self, loader: DataLoader, sampler: Any, by_torch: bool) -> int:
-        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws one: all ranks read one process's order in turn.
+        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws it: all ranks read one process's order in turn.
 
-        Torch's samplers that draw by themselves are compared by what they would draw first; others may draw from another stream.
+        For a sampler of torch that draws by itself, the number that it will draw first, so that ranks can compare it; otherwise 0.
         """
         if type(sampler) is DistributedSampler:
             return sampler.seed + sampler.epoch
@@ -435,7 +435,7 @@ class Loaders(Sources, Interceptor):
         return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
     def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:
-        """Name a length that was given before the first training pass and is not that pass's: a schedule may have been built from it."""
+        """Warn if ``len`` returned another length before the first training pass: a schedule may have been built from it."""
         given, known.given = known.given, None
         if given is None or known.trained:
             return
@@ -503,7 +503,7 @@ class _Iteration(PassIterator):
 
 @contextmanager
 def _seeding_workers(loader: DataLoader, seed: int | None) -> Iterator[None]:
-    """Make the iterators over ``loader`` that begin in the block seed their workers with a seed that was drawn before."""
+    """Inside the block, new iterators over ``loader`` seed their workers from ``seed``."""
     before = loader.generator
     if seed is not None:
         loader.generator = torch.Generator().manual_seed(seed % 2**63)

@@ -33,12 +33,15 @@ REDUCTIONS = {
 CONSTANT = (str, bytes, bool, np.bool_, Enum, type, type(None), torch.dtype, torch.device, PathLike)
 
 NOISE: dict[Any, float] = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""How far sums in another order may differ, relative to the largest number; a Python float may be a sum in ``float32``."""
+"""How far two sums of the same numbers in different order may differ, for each dtype, relative to the largest number.
+
+``LEAST_NOISE`` is for all other dtypes, because a Python float may be a sum in ``float32``.
+"""
 LEAST_NOISE = 2e-6
 
 SURE = 1e-3
-"""Averaging a number that is no mean is wrong by about the square of the differences between parts; a difference of this part of it shows
-that."""
+"""If a result is no mean, its average over parts is wrong by about the square of the differences between parts. An error below this
+fraction of the square proves the average right."""
 
 
 class Passed(NamedTuple):
@@ -47,7 +50,7 @@ class Passed(NamedTuple):
     Attributes:
         sizes: the samples in each batch.
         in_turn: whether the ranks' batches alternate, rather than one rank's following the other's.
-        rows: the sum of the first dimensions of all batches, if these may be samples or batches; otherwise 0.
+        rows: the sum of the first dimensions of all items, if the loader does not batch, so that they may be batches; otherwise 0.
     """
 
     sizes: list[int]
@@ -69,7 +72,7 @@ def merged(reduce: Any, parts: list[Part]) -> Any:
         reduce: ``"mean"``, ``"sum"``, ``"gather"``, a function of the list of results, or a dict or tuple of these.
 
     Raises:
-        UsageError: the results cannot be merged so.
+        UsageError: the results cannot be merged by ``reduce``.
 
     >>> one, other = Part({"loss": 1.0}, [Passed([2, 2])]), Part({"loss": 4.0}, [Passed([2])])
     >>> merged("mean", [one, other]), merged("sum", [one, other])
@@ -190,7 +193,7 @@ class _Merge:
         return torch.stack(wide).sum(0).to(first.dtype)
 
     def _warn_of_rows(self, rows: int, name: str) -> None:
-        """Warn if predictions, equally many on all ranks, would be averaged with each other."""
+        """Warn if a result has one row for each sample of a rank, such as predictions, because rows of different samples are averaged."""
         if rows > 1 and any(len(passed) > 1 and all(sum(each.sizes) == rows for each in passed) for passed in self._passes):
             warn(
                 f"parwrap: evaluate(reduce='mean'): each rank read {rows} samples, and {name} has {rows} entries, which are averaged "
@@ -204,7 +207,7 @@ class _Merge:
         return _sum(each * weight for each, weight in zip(results, weights, strict=True)) / sum(weights)
 
     def _weights(self) -> list[int]:
-        """The samples that each rank has read, which must be in the same proportions in all passes."""
+        """The number of samples that each rank has read in the first pass. All passes must have the same proportions."""
         weights: list[int] = []
         for passed in self._passes:
             counts = [sum(each.sizes) for each in passed]
@@ -316,10 +319,10 @@ def _short(value: Any) -> str:
 
 
 class Compared(NamedTuple):
-    """A comparison.
+    """How the result merged from the ranks' parts compares with the result of all the data.
 
     Attributes:
-        differing: the differences: where, the ranks' value, and that of the whole.
+        differing: the differences: the place, the merged value and the value of all the data.
         proves: whether the parts differ enough to prove that combining them is correct in general.
     """
 
@@ -359,7 +362,7 @@ def compared(whole: Any, shared: Any, parts: Sequence[Any]) -> Compared:
 
 
 def _numbers(x: Any) -> np.ndarray | None:
-    """``x`` as an array, or ``None``."""
+    """``x`` as an array; ``None`` if it is not numeric."""
     if isinstance(x, torch.Tensor):
         x = x.detach().cpu()
         return (x.double() if x.is_floating_point() else x).numpy()
@@ -374,7 +377,7 @@ def _largest(x: np.ndarray) -> float:
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest difference; infinite where only one is finite or shapes differ."""
+    """The largest difference between entries of two arrays; infinite if only one of two entries is finite, or if shapes differ."""
     if one.shape != other.shape:
         return np.inf
     with np.errstate(invalid="ignore"):
@@ -384,7 +387,7 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values that are not numbers are equal; without an equality they count as equal."""
+    """Whether two values that are not numbers are equal. Objects whose type defines no ``==`` are equal if they have the same type."""
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return type(one) is type(other) and np.array_equal(one, other)
     if type(one).__eq__ is object.__eq__:

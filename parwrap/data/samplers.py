@@ -86,7 +86,7 @@ class DealtBatches:
 
 
 def block(samples: int, rank: int, size: int) -> range:
-    """The part of ``samples`` in a row that rank ``rank`` of ``size`` takes; parts differ in length by at most one.
+    """The range of numbers below ``samples`` that rank ``rank`` of ``size`` takes; ranges differ in length by at most one.
 
     >>> [list(block(5, rank, 2)) for rank in (0, 1)]
     [[0, 1, 2], [3, 4]]
@@ -100,7 +100,7 @@ class SplitBatches:
     """This rank's part of every batch, in order.
 
     For each drawn batch, the weight of this rank's part in an average over ranks is added to ``weights``: its number of samples times the
-    number of ranks, divided by all samples. A rank without a part gets the first sample with weight 0, so that it takes part.
+    number of ranks, divided by all samples. A rank without a part gets the first sample with weight 0, so that it joins the step.
 
     >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
     >>> list(split), list(split.weights)
@@ -134,7 +134,7 @@ def shuffles(loader: DataLoader) -> bool:
 
 
 def is_plain(loader: DataLoader) -> bool:
-    """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
+    """Whether a pass over ``loader`` takes every sample once, in order or shuffled, as ``DistributedSampler`` can do it."""
     sampler: Any = loader.sampler
     if type(sampler) is RandomSampler or f"{type(sampler).__module__}.{type(sampler).__name__}" == STATEFUL:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
@@ -234,6 +234,6 @@ def resampled(loader: DataLoader, sampler: DistributedSampler) -> Any:
 
 
 def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:
-    """torch's sampler for a loader that :func:`is_plain`."""
+    """torch's ``DistributedSampler`` for a loader for which :func:`is_plain` is true."""
     dataset: Sized = loader.dataset  # type: ignore[assignment]
     return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed, drop_last=uneven == "drop")  # type: ignore[arg-type]

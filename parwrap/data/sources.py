@@ -1,4 +1,4 @@
-"""Which passes train, and how a pass goes whatever gives its batches: it begins at its first ``next`` and ends once (contract, rule 2).
+"""Which passes train, and how a pass begins at its first ``next`` and ends once, whatever it reads (contract, rule 2).
 
 ``loaders.py`` and ``dali.py`` decide what each rank reads of DataLoaders and of DALI's pipelines.
 """
@@ -40,7 +40,7 @@ def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:
 
 
 class Sources:
-    """What gives batches to passes. Subclasses implement :meth:`begin`.
+    """The base of what passes read: DataLoaders and DALI's pipelines. Subclasses implement :meth:`begin`.
 
     Args:
         group: the ranks.
@@ -71,7 +71,7 @@ class Sources:
         raise NotImplementedError
 
     def go_on(self, iteration: Any) -> None:
-        """Open the pass of ``iteration``, which begins, or is read on after another pass has ended it."""
+        """Open the pass of ``iteration``: it begins, or the script reads on after another pass has ended it."""
         self._passes.begin(iteration.opened)
         self._open.add(iteration)
 
@@ -97,15 +97,15 @@ class Sources:
             iteration.detach()
 
     def in_loop(self) -> bool:
-        """Whether the thread of the loop runs this code. Only it switches streams, because torch's is the whole process's."""
+        """Whether the thread of the loop runs this code. Only that thread switches streams, because torch has one for the whole process."""
         return threading.get_ident() == self._thread
 
     def drops(self) -> bool:
-        """Whether a pass ends whose iterator is finalized now."""
+        """Whether a pass ends if its iterator is finalized now."""
         return True
 
     def _may_train(self) -> bool:
-        """Whether a pass that begins now is a training pass, whatever is read."""
+        """Whether :func:`trains` holds for a pass that begins now, whatever it reads."""
         return trains(
             gradients_on=torch.is_grad_enabled(), optimizer_built=self._optimizers.were_built, in_eval=self._optimizers.evaluate()
         )
@@ -125,8 +125,8 @@ class PassIterator:
     Attributes:
         place: the line that reads it.
         opened: the pass, once it has begun.
-        batches: what it reads, once it has begun.
-        reading: the random streams of this rank that it reads with.
+        batches: the iterator that it takes batches from, once it has begun.
+        reading: the libraries that draw on this rank's own streams while it reads a batch.
     """
 
     samples_in = staticmethod(samples_in)
@@ -184,7 +184,7 @@ class PassIterator:
             sources.end(self, exhausted)
 
     def detach(self) -> Sources | None:
-        """Read on without a scope."""
+        """Let the script read on without a scope. Returns the sources; ``None`` if this was called before."""
         sources, self._sources = self._sources, None
         return sources
 

@@ -1,6 +1,6 @@
-"""The state of torchdata's ``StatefulDataLoader``: that of the copy that this rank reads, with the seed of its order.
+"""``state_dict()`` of torchdata's ``StatefulDataLoader`` on a rank: the state of the copy that it reads, with the seed of its order.
 
-Ranks read as many batches each, so rank 0's state, which is the one in a checkpoint, holds for all.
+All ranks read the same number of batches, so rank 0's state, which is the one in a checkpoint, holds for all.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ KEY = "parwrap"
 
 
 class Reading(NamedTuple):
-    """What a loader reads.
+    """What a rank reads of a loader.
 
     Attributes:
         copy: the copy that is read; ``None`` if the loader itself is read.
         seed: the seed of its order; ``None`` if it is exhausted.
-        generator: a generator of its own that the next orders are drawn from.
+        generator: the loader's own generator, if any, which draws the next orders.
     """
 
     copy: DataLoader | None
@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 def forwarded_states(
     reading: Callable[[DataLoader], Reading], resume: Callable[[DataLoader, int | None, torch.Tensor | None], None]
 ) -> AbstractContextManager[None]:
-    """Inside the block, ``state_dict()`` of a stateful loader is that of what is read, and ``load_state_dict()`` resumes its order.
+    """Inside the block, ``state_dict()`` of a stateful loader is that of the copy that is read; ``load_state_dict()`` resumes its order.
 
     Args:
         reading: a function that returns what a loader reads.

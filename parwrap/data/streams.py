@@ -1,8 +1,9 @@
 """This rank's share of an ``IterableDataset``: every rank reads the whole stream and takes its own samples (contract, rule 2).
 
-So all ranks must draw alike while they read, in workers too. A stream that divides itself by workers is read whole by the workers of each
-rank. One that divides itself by ranks would be divided twice, so it sees one process. Streams of Hugging Face's ``datasets`` are divided by
-their library instead; such parts, and those of a replicated stream, may differ in length, and :class:`EndsTogether` ends them together.
+So all ranks must draw the same random numbers while they read, in workers too. If a stream divides itself by workers, the workers of each
+rank together read all of it. If it divides itself by ranks, it would be divided twice, so its code sees one process. Hugging Face's
+``datasets`` divides its streams itself. The parts that it makes, and the parts of a replicated stream, may differ in length;
+:class:`EndsTogether` ends them together.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Dealt(_OfOneProcess):
 class _InitWorker(NamedTuple):
     """The ``worker_init_fn`` of a loader of a :class:`_OfOneProcess`: the script's ``init`` and ``collate_fn`` see the script's dataset.
 
-    torch's documentation has an ``init`` that sets the first and the last sample of its dataset there.
+    An ``init`` in torch's documentation, for example, sets the first and the last sample of the worker's dataset.
     """
 
     init: Callable[[int], Any] | None
@@ -184,7 +185,7 @@ class EndsTogether:
         begin: begins to read the part of this rank.
         group: the ranks.
         uneven: with ``"pad"``, a rank that has read its part begins it again; with ``"drop"``, all end with the shortest part; with
-            ``"join"``, it repeats its last batch with weight 0, and batches are :class:`Part`.
+            ``"join"``, a rank that has read its part repeats its last batch with weight 0, and batches are :class:`Part`.
 
     Raises:
         UsageError: a rank has no batch at all; on every rank.
@@ -219,7 +220,7 @@ class EndsTogether:
         return Part(samples * len(counts) / sum(counts), samples_in(batch), batch)
 
     def _again(self) -> Any:
-        """The next batch of a part that has been read."""
+        """The next batch after the end of this rank's part, which begins again."""
         batch = next(self._batches, NOTHING)
         if batch is NOTHING:
             self._batches = self._begin()

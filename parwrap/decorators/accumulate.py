@@ -24,7 +24,7 @@ class accumulate(ScopeDecorator):
     it has no effect, and a different ``steps`` is an error.
 
     Args:
-        steps: calls of ``step()`` for one step, from 1.
+        steps: the number of calls of ``step()`` for one optimizer step, at least 1.
 
     Raises:
         UsageError: ``steps`` has another value. Inside the function: a step has a closure, or the loop never calls ``step``.

@@ -45,7 +45,7 @@ class amp(ScopeDecorator):
         device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or a GPU if torch can use one.
         init_scale: the first scale.
         growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
-        backoff_factor: its factor after an iteration with a skipped step.
+        backoff_factor: the factor of the scale after an iteration with a skipped step.
         growth_interval: the number of iterations before the scale grows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Losses over the batches of all ranks: ``gather_with_grad`` gathers what they compare, ``mean_over_ranks`` divides by the count of all."""
+"""Losses over the batches of all ranks: ``gather_with_grad`` for pairs of samples, ``mean_over_ranks`` for means of unequal counts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         count: the number of tokens or samples in it; may be 0.
 
     Returns:
-        ``loss_sum`` times the number of ranks over the count of all ranks; 0 if nothing is counted. On one rank, the mean.
+        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts; 0 if nothing is counted. On one rank, the mean.
 
     Raises:
         UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is not a non-negative number.
@@ -127,14 +127,14 @@ def _from_all_ranks(x: torch.Tensor) -> torch.Tensor:
 
 
 _sums: weakref.WeakKeyDictionary[Any, Statistics] = weakref.WeakKeyDictionary()
-"""What sums up the gradients of all ranks, by the process group of all ranks. It never uses the group that averages gradients."""
+"""For each process group of all ranks, the object that sums gradients over it. It never uses the group that averages gradients."""
 
 
 def _agreed_rows(x: torch.Tensor, requires_grad: bool, group: Group) -> list[int]:
-    """The number of rows of each rank, once all rows are alike.
+    """The number of rows of each rank.
 
     Raises:
-        RankMismatchError: they are not.
+        RankMismatchError: the dtypes or shapes of rows differ between ranks.
     """
     alike = {"each row": f"{list(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}", "requires_grad": str(requires_grad)}
 

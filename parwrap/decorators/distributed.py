@@ -112,8 +112,8 @@ class distributed(ScopeDecorator):
             ``"join"``: each is used once, and ranks are weighted by their number of samples in a step, which may be 0.
         lr: ``"linear"`` or ``"sqrt"``: multiplies the learning rate of each step by the number of ranks, or its square root, because the
             global batch is that much larger. ``param_groups`` and schedules are unchanged.
-        loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. Ranks whose parts differ in size
-            are weighted by it. With ``batch="global"``, a sum is summed over the ranks.
+        loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. It decides the weights of ranks whose parts differ
+            in size. With ``batch="global"``, a sum is summed over the ranks.
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out
@@ -127,10 +127,10 @@ class distributed(ScopeDecorator):
         wrap: with ``"fsdp"``, the modules to gather one by one: a class, its name, a tuple of these, or a number: every module with at
             least so many parameters. By default blocks of 100,000 parameters or more that are repeated in a list.
         every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
-        warmup: with ``"local_sgd"``, the number of steps before that, in which gradients are averaged.
+        warmup: with ``"local_sgd"``, the number of steps at the beginning in which gradients are averaged instead of weights.
         outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.
-        outer_lr: its learning rate.
-        outer_momentum: its momentum.
+        outer_lr: the learning rate of the outer optimizer.
+        outer_momentum: the momentum of the outer optimizer.
         lock: with ``"hogwild"``, one rank at a time takes a step.
         servers: with ``"parameter_server"``, the number of servers, which are the last ranks; the others are workers.
         staleness: with ``"parameter_server"``, how many steps a worker may be ahead of the slowest; with 0 they step together, by default
@@ -138,7 +138,7 @@ class distributed(ScopeDecorator):
         timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
         nprocs: in a process that no launcher has started, a call starts this many ranks for itself: a number, ``"gpu"``, ``"cpu"`` or
             ``"auto"``; see :func:`parwrap.launch`.
-        start_method: ``"fork"`` or ``"spawn"``: how it starts them.
+        start_method: with ``nprocs``, ``"fork"`` or ``"spawn"``: how ranks are started.
 
     Raises:
         UsageError: an unknown option or value.
@@ -197,7 +197,7 @@ def _there_are_ranks() -> bool:
 
 
 def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any]) -> Any:
-    """Start ranks for a call, which ``run`` makes there. Random streams continue from this process's, and here from those of rank 0."""
+    """Start ranks that make a call with ``run``. Their random streams continue this process's, which then continue those of rank 0."""
     names = functools.partial(named, call)
     there = names().values()
     function = functools.partial(_continued, run, get_states())
@@ -214,7 +214,7 @@ def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any
 
 
 def _continued(run: Callable[[], Any], states: tuple[Any, ...]) -> Any:
-    """In a rank, what a call returns, and the random states after it."""
+    """Make a call on a rank, from the random ``states`` of its caller. Returns its result and the random states after it."""
     set_states(states)
     return run(), get_states()
 
@@ -258,7 +258,7 @@ def open_passes() -> Passes | None:
 
 
 def open_loop() -> Loop | None:
-    """What the running loop has done so far; ``None`` where :func:`open_passes` is."""
+    """What the running loop has done so far; ``None`` in the same cases as :func:`open_passes`."""
     return None if _scope is None or _scope.strategy is None else _scope.strategy.loop
 
 
@@ -364,7 +364,7 @@ class _Scope(Interceptor):
 
     Attributes:
         strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
-        passes: the open passes; ``None`` likewise.
+        passes: the open passes; ``None`` in the same cases as ``strategy``.
     """
 
     def __init__(
@@ -514,7 +514,7 @@ class _Scope(Interceptor):
 
 
 class _Seeds(Interceptor):
-    """Seeds both sets of streams where the script seeds one, and numpy's generators without a seed from the shared stream."""
+    """Seeds both sets of random streams when the script seeds. Generators of numpy that get no seed are seeded from the shared stream."""
 
     def __init__(self, streams: RandomStreams) -> None:
         self._streams = streams
@@ -556,7 +556,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def draws_put_back() -> Iterator[None]:
-    """Restore the random streams after the block. Only this rank runs it: the streams of the others stay where they were when it began."""
+    """Restore the random streams after the block. Only this rank runs the block, so the streams of the other ranks do not move."""
     if _scope is None or _scope.passes is None:
         yield
         return
@@ -573,7 +573,7 @@ def _report(rank: int, output: Output, text: str) -> None:
 
 @contextmanager
 def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wait: CheckWait | None) -> Iterator[None]:
-    """Inside the block, of all ranks rank 0 alone writes files; after a barrier of ``group``, the others see what is there."""
+    """Inside the block, only rank 0 writes files. After a barrier of ``group``, the other ranks see them."""
     if whole.folder is None:
         yield
         return

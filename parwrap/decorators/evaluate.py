@@ -47,7 +47,7 @@ TRIES = 3
 """The number of calls to compare if the parts are so similar that any way to merge them would seem right."""
 
 MOST_CHECKED = 16
-"""The number of data lengths to compare."""
+"""The most lengths of datasets for which a function's results are compared."""
 
 
 class evaluate(ScopeDecorator):
@@ -145,7 +145,7 @@ class _Trust:
     """Whether the merged result of the ranks equals that of all the data, for one function.
 
     Attributes:
-        whole: it does not, so every rank evaluates all the data.
+        whole: whether the results differed, so that every rank evaluates all the data.
         checks: whether to compare.
     """
 
@@ -158,7 +158,7 @@ class _Trust:
         return self.checks and not self.whole and self._left.get(lengths, TRIES if len(self._left) < MOST_CHECKED else 0) > 0
 
     def agreed(self, lengths: tuple[int, ...], proves: bool) -> None:
-        """The results were equal; ``proves`` says whether they could have differed."""
+        """Note that the results were equal; ``proves`` says whether the parts differed enough to show a wrong merge."""
         self._left[lengths] = 0 if proves else self._left.get(lengths, TRIES) - 1
 
 
@@ -191,10 +191,10 @@ class _JointCall:
         return tuple(len(each.dataset) for each in held if isinstance(each, DataLoader) and hasattr(each.dataset, "__len__"))
 
     def together(self, mine: Any, error: Exception | None) -> list[Any]:
-        """Each rank's ``mine``.
+        """Gather ``mine`` of every rank, in the order of ranks.
 
         Raises:
-            _FailedError: a rank passes an ``error`` instead; on all ranks.
+            _FailedError: on all ranks, if one of them passes an ``error``.
         """
         gathered = gather((mine, None if error is None else in_one_line(error), _sendable(error)))
         failed = next(((rank, text, sent) for rank, (_, text, sent) in enumerate(gathered) if text is not None), None)
@@ -208,7 +208,7 @@ class _JointCall:
         raise _FailedError(error, f"rank {rank} failed with {text}")
 
     def run(self, evaluation: Evaluation) -> Any:
-        """The result of the function, with ``evaluation`` inside."""
+        """Run the function, with ``evaluation`` as the innermost interceptor, and return its result."""
         around = _running[-1] if _running else None
         if around is not None:
             around.asleep = True
@@ -236,7 +236,7 @@ class _FailedError(Exception):
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """``error``, so that all ranks raise it and a script that catches it goes on in lockstep; ``None`` if it does not pickle."""
+    """``error`` if it pickles, else ``None``. If all ranks raise the same error, a script that catches it stays in lockstep."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
@@ -459,7 +459,7 @@ class _Effects:
             yield
 
     def prints_other(self) -> bool:
-        """Whether the part has printed something else than the whole."""
+        """Whether the call on a part has printed something else than the call on all the data."""
         return self._printed.getvalue() != self._printed_by_part.getvalue()
 
     def found(self, result: Any) -> str | None:
@@ -497,7 +497,7 @@ class _Samplers:
         self._states: dict[int, tuple[Any, Any]] = {}
 
     def note(self, loader: DataLoader) -> None:
-        """Note the states of those of ``loader``, which is about to be read."""
+        """Note the states of the samplers of ``loader``, which is about to be read."""
         samplers = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
         held = (value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())
         for each in (loader.generator, *held):
@@ -508,7 +508,7 @@ class _Samplers:
                 self._states.setdefault(id(each), (each, dict(vars(each))))
 
     def rewind(self) -> None:
-        """Put them back."""
+        """Restore the states that were noted."""
         for each, state in self._states.values():
             if isinstance(each, torch.Generator):
                 each.set_state(state)
@@ -526,7 +526,7 @@ LARGEST = 1 << 20
 
 
 def _state(call: _JointCall) -> dict[str, Any]:
-    """What a call can change, by its expression: arguments, what it closes over and globals that it names, one level deep."""
+    """The state of what a call can change, by expression: arguments, closure and the globals that its code names, one level deep."""
     roots = dict(call.arguments)
     try:
         names = inspect.getclosurevars(inspect.unwrap(call.function))
@@ -570,7 +570,7 @@ def _content(value: Any) -> Any:
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The first place that differs. A new private attribute is a cache."""
+    """The first place that differs. A new private attribute is not reported, because it is a cache."""
     for place, content in after.items():
         is_cache = place not in before and place.rpartition(".")[2].startswith("_")
         if content != before.get(place) and not is_cache:

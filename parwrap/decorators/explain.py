@@ -47,7 +47,7 @@ class explain(ScopeDecorator):
     """
 
     layer = 100
-    """Inside all others, so that it sees what they do."""
+    """The scope opens inside all other scopes, so that it sees what they do."""
 
     def __init__(self, *, report: str | None = None) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from parwrap.decorators.scope import Call, block_frame
 __all__ = ["found", "named", "reachable"]
 
 MOST = 1000
-"""Containers that hold more are data, and are not looked into."""
+"""A container with more items counts as data, and is not searched."""
 
 T = TypeVar("T")
 

@@ -57,8 +57,8 @@ class _Mixin:
     that sets the mode is not decorated unless it is named.
 
     Raises:
-        UsageError: a class keyword that no mixin and no other base takes; none of its methods is decorated, or it lacks one that it names.
-            Write ``parwrap_methods=()`` in a base class whose subclasses have the methods.
+        UsageError: a class keyword that neither a mixin nor another base takes; a class without a method to decorate, or without a method
+            that it names. Write ``parwrap_methods=()`` in a base class whose subclasses have the methods.
     """
 
     _decorator: ClassVar[Any]
@@ -196,7 +196,7 @@ def _once(method: Callable[..., Any], methods: _Methods, decorators: list[ScopeD
 
 
 def _inherited(cls: type, name: str, found: Any) -> Any:
-    """A method that only calls the next one in the method resolution order, into which another class may still come."""
+    """A method that only calls the next one in the method resolution order, which depends on the subclass."""
     if isinstance(found, staticmethod):
         return staticmethod(_like(found, lambda *args, **kwargs: getattr(super(cls, cls), name)(*args, **kwargs)))
     cooperative = _like(found, lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs))

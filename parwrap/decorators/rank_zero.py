@@ -136,7 +136,7 @@ class every_rank_writes(ScopeDecorator):
 
 @contextmanager
 def _running_alone() -> Iterator[None]:
-    """Only this rank runs the block. The others see the files that it makes; afterwards all draw as if it had not run."""
+    """Run the block on this rank only. The other ranks see the files that it makes. Afterwards all ranks draw as if it had not run."""
     opened = None if is_alone() else files.current()
     with opened.running_alone() if opened else nullcontext(), draws_put_back(), alone():
         yield

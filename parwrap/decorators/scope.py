@@ -98,7 +98,7 @@ class ScopeDecorator:
         return scoped(plain, (self, *decorators))
 
     def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
-        """What makes a call in other processes; ``None`` to make it here."""
+        """A function that makes ``call`` in other processes; ``None`` to make it in this process."""
         return None
 
     def __enter__(self) -> Any:
@@ -132,7 +132,7 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
 
 
 def undecorated(function: Any) -> tuple[Any, tuple[ScopeDecorator, ...]]:
-    """A function or method without its decorators of parwrap, and these."""
+    """A function or method without its decorators of parwrap, and these decorators."""
     outer = getattr(function, "__func__", function)
     outermost, decorators = getattr(outer, "__parwrap_scopes__", (None, ()))
     if outermost is not outer:  # functools.wraps copies them to other wrappers

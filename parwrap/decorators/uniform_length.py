@@ -25,8 +25,8 @@ class uniform_length(ScopeDecorator):
 
     Write ``@uniform_length``, ``@uniform_length(pad_value=0)`` or ``with uniform_length():``, with or without ``distributed``. A shuffled
     ``DataLoader`` of samples that differ in length draws from a :class:`parwrap.UniformLengthBatchSampler`. Other loaders keep their
-    order, and so do those whose samples all have one length. In all of them, batches padded to a maximum are cut to their longest sequence,
-    if ``attention_mask`` or ``pad_value`` marks the padding. ``pad_collate`` replaces torch's ``default_collate``, but your own
+    order, and so do those whose samples all have one length. In every loader, batches padded to a maximum are cut to their longest
+    sequence, if ``attention_mask`` or ``pad_value`` marks the padding. ``pad_collate`` replaces torch's ``default_collate``, but your own
     ``collate_fn`` is kept.
 
     All samples of a shuffled loader are read once, unless ``length`` is a sequence.

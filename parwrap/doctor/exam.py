@@ -1,7 +1,7 @@
 """The examination: gathers the ranks' facts, lets them measure together, and ends in time even if something hangs.
 
-Launched ranks send their facts to rank 0 before they start a process group, so that rank 0 has them even if that fails. A process that is
-not a launched rank becomes rank 0 of a few that it forks for the self test.
+Launched ranks send their facts to rank 0 before they start a process group, so that rank 0 has them even if the start fails. A process that
+is not a launched rank becomes rank 0 of a few that it forks for the self test.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Exam:
         return Examination([known[rank] for rank in sorted(known)], test)
 
     def wait_until_reported(self) -> None:
-        """Let rank 0 report before this rank ends, because a launcher would then end rank 0."""
+        """Wait until rank 0 has reported, because a launcher may end rank 0 when this rank ends."""
         if self._watched is None or not self.launched:
             return
         with suppress(RuntimeError, ValueError):

@@ -44,7 +44,7 @@ DRIVER_TIMEOUT = 30
 
 
 def place(environ: Mapping[str, str]) -> tuple[World, str | None]:
-    """This process's place, or why it cannot be determined."""
+    """The :class:`World` of this process and ``None``; if the ranks cannot be identified, a default and the reason."""
     try:
         return detect(environ), None
     except LaunchError as error:

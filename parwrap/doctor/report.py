@@ -12,7 +12,7 @@ __all__ = ["report", "table"]
 
 
 def report(examination: Examination, findings: Sequence[Finding]) -> str:
-    """The whole text."""
+    """The text of the whole report."""
     all_facts, test = examination.ranks, examination.self_test
     owner = {facts.launch.rank: facts.host for facts in all_facts}
     hosts = list({facts.host: facts for facts in reversed(all_facts)}.values())[::-1]  # the first rank of each

@@ -16,10 +16,10 @@ from parwrap.insight.recording import Recorded, Step, stride
 __all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
 
 TOLERANCE = 1e-5
-"""The largest difference by rounding, beside a largest value of 1."""
+"""The largest difference that counts as rounding, if the largest value of the tensor is 1 or less; otherwise in proportion to it."""
 
 NOISE = 1e-6
-"""A gradient that is smaller than this part of the largest is rounding: an optimizer that divides by its size makes a step of it."""
+"""A gradient below this fraction of the largest one is rounding. An optimizer that divides by its size turns it into a whole step."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Difference:
     Attributes:
         step: the number of the step, from 1.
         place: the line that steps.
-        what: the parameter and the place of the value in it, or what else differs.
+        what: the parameter and the index of the value in it, or what else differs.
         one: the value in the first run.
         several: the value with parwrap.
         reasons: what may be the cause, the likeliest first.
@@ -51,8 +51,8 @@ class Comparison:
         ranks: the number of ranks of the second run.
         reference: what the first run was: ``"one process"``, or ``"DDP by hand"``.
         steps: the number of steps that are equal.
-        largest: the largest difference in these, beside a largest value of 1 in its parameter.
-        name: its parameter.
+        largest: the largest difference in these steps, divided by the largest value of its parameter, or by 1 if that is larger.
+        name: the parameter with this difference.
         left_out: how many values are not compared, because their gradients are rounding.
         no_numbers: how many values are nan or infinite in both runs.
         difference: where the runs differ first; ``None`` if they are equal.
@@ -105,12 +105,12 @@ def compared(
 
     Args:
         one: what the run on one process has recorded.
-        several: what the other run has recorded.
-        ranks: the number of its ranks.
-        synchronized: whether its batch norms are synchronized.
-        said: what parwrap has said there.
-        tolerance: the largest difference of a value by rounding, beside a largest value of 1. The norm of a gradient may differ by 100
-            times that part of it.
+        several: what the run on several ranks has recorded.
+        ranks: the number of ranks.
+        synchronized: whether batch norms are synchronized on several ranks.
+        said: what the run on several ranks has printed.
+        tolerance: the largest difference that counts as rounding, like :data:`TOLERANCE`. A gradient may differ by 100 times this
+            fraction of its norm.
     """
     result = Comparison(ranks)
     noise: dict[int, list[torch.Tensor]] = {}
@@ -188,7 +188,7 @@ def _error_in(said: str) -> str:
 def _largest(
     step: Step, one: Sequence[torch.Tensor], several: Sequence[torch.Tensor], left_out: Sequence[torch.Tensor] = ()
 ) -> tuple[float, str, float, float] | None:
-    """The largest difference beside the largest value of its parameter, or beside 1 if that is larger: its size, place and both values."""
+    """The largest difference, relative to the largest value of its parameter or to 1 if that is larger: its size, place and both values."""
     best: tuple[float, str, float, float] | None = None
     for number, (a, b) in enumerate(zip(one, several, strict=True)):
         apart = (a.double() - b.double()).abs()
@@ -207,9 +207,9 @@ def _largest(
 
 
 def _other_gradient(one: Step, several: Step, part: float) -> tuple[str, float, float] | None:
-    """The gradient that differs by more than that part of its norm, and both norms: weights show it late if the learning rate is small.
+    """The first gradient that differs by more than ``part`` of its norm, and both norms. At small learning rates, weights show it late.
 
-    One that is rounding beside the largest gradient is left out.
+    A gradient that is rounding compared to the largest one is left out.
     """
     norms = [0.0 if grad is None else float(grad.double().norm()) for grad in one.grads]
     for name, a, b, norm in zip(one.names, one.grads, several.grads, norms, strict=True):
@@ -221,7 +221,7 @@ def _other_gradient(one: Step, several: Step, part: float) -> tuple[str, float, 
 
 
 def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
-    """Leave out values whose gradients are rounding in both runs, though not 0: Adam makes whole steps of it."""
+    """Mark values in ``left_out`` whose gradients are rounding in both runs and not 0 in both: Adam turns rounding into whole steps."""
     largest = max((float(each.abs().max()) for each in one.grads if each is not None and each.numel()), default=0.0)
     for out, a, b in zip(left_out, one.grads, several.grads, strict=True):
         if a is not None and b is not None and a.shape == b.shape == out.shape:
@@ -230,12 +230,12 @@ def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
 
 
 def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augmented: bool, said: str) -> list[str]:
-    """Why a step differs: first what the records show, then what they allow.
+    """Why a step differs: first reasons that the records show, then reasons that they do not exclude.
 
     Args:
         one: the step on one process.
         several: the step on several ranks.
-        ranks: their number.
+        ranks: the number of ranks.
         own_statistics: whether batch norms use the statistics of each rank's part.
         augmented: whether reading samples draws random numbers.
         said: what the run on several ranks has said.
@@ -298,7 +298,7 @@ def _alike(one: Sequence[float], several: Sequence[float]) -> bool:
 
 
 def _factor(one: Step, several: Step) -> float | None:
-    """The number by which all gradients of one process were multiplied on several ranks; ``None`` if there is none."""
+    """The factor from all gradients on one process to those on several ranks; ``None`` if they are not in proportion."""
     pairs = [(a.double(), b.double()) for a, b in zip(one.grads, several.grads, strict=True) if a is not None and b is not None]
     a, b = (torch.cat([pair[at] for pair in pairs]) if pairs else torch.zeros(0) for at in (0, 1))
     norm = float(a.norm())

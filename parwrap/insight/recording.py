@@ -1,7 +1,7 @@
 """Runs a script and records each step of its optimizers: what ``parwrap verify`` compares between one process and several ranks.
 
-``parwrap run ... -m parwrap.insight.recording SETTINGS train.py ARGS`` runs it so on every rank; the numbers of all ranks are rank 0's to
-write. On one process nothing else of parwrap is around the script. Whatever the script writes goes to scratch.
+``parwrap run ... -m parwrap.insight.recording SETTINGS train.py ARGS`` does so on every rank, and rank 0 writes the numbers of all ranks.
+On one process, parwrap does nothing else to the script. Whatever the script writes goes to scratch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
 __all__ = ["WARM_UP", "Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in", "stride"]
 
 MOST_VALUES = 65_536
-"""The number of values of a tensor that are kept: every k-th of a larger one."""
+"""The most values of a tensor that are kept. Of a larger tensor, every k-th value is kept."""
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BATCH_NORMS = "batch_norms"
-"""The file that says that a run has met one of them in train mode."""
+"""The file whose presence says that a run has had a batch norm in train mode."""
 
 WARM_UP = 5
-"""The steps before a time is taken."""
+"""The number of steps before the time starts."""
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -65,7 +65,7 @@ class Settings:
         seed: the seed of torch, numpy and Python, for scripts that set none.
         dropout: whether dropout is on.
         is_module: whether the script is named as a module.
-        by_hand: whether torch's DDP averages the gradients on several ranks, driven by hand.
+        by_hand: whether gradients are averaged by torch's DDP, as in a script that wraps its model by hand, and not by parwrap.
         timed: whether only the time and the samples of the steps are recorded, after a warm-up.
     """
 
@@ -84,21 +84,21 @@ class Step:
 
     Attributes:
         place: the line that steps.
-        number: the number of the optimizer, in the order of their first steps.
+        number: the number of the optimizer, in the order in which optimizers take their first step.
         optimizer: the name of its class.
-        options: the numbers and texts of each of its groups.
+        options: for each of its parameter groups, the options that are numbers or texts.
         names: the names of its parameters.
-        sizes: the numbers of their values.
-        before: their values before its first step, and before the first with other parameters; empty at other steps.
+        sizes: the number of values in each parameter.
+        before: the parameters before the first step, and before the first step with other parameters; empty at other steps.
         grads: their gradients; ``None`` where there is none. Large tensors are sampled, as :func:`stride` says.
-        after: their values after the step, likewise.
+        after: the parameters after the step, sampled in the same way.
         passes: the number of passes over loaders that have begun.
         read: the number of batches that have been read since the step before.
-        batches: the number of those that backwards have trained on.
-        samples: the number of samples in these, on all ranks.
-        data: the sum and the sum of squares of all finite numbers in them.
-        draws_reading: whether reading a batch has drawn random numbers in this process.
-        draws_training: whether anything between a batch and its backwards has drawn random numbers.
+        batches: the number of these batches that backwards have trained on.
+        samples: the number of samples in the batches trained on, on all ranks.
+        data: the sum and the sum of squares of all finite numbers in these samples.
+        draws_reading: whether reading a batch has drawn random numbers in the process of a rank.
+        draws_training: whether anything between a batch and its backwards has drawn random numbers on a rank.
     """
 
     place: str
@@ -138,8 +138,8 @@ class Recorded:
 
     Attributes:
         steps: its steps.
-        batch_norms: whether a batch norm was in train mode in them.
-        failed: whether it has ended with an error.
+        batch_norms: whether a batch norm was in train mode in a recorded step.
+        failed: whether the run has ended with an error.
     """
 
     steps: Sequence[Step]
@@ -167,7 +167,7 @@ def recorded(settings: Settings) -> Iterator[None]:
 
 
 def stride(size: int) -> int:
-    """The distance of the values that are kept of a tensor with ``size`` values; odd, so that all columns of a matrix have some.
+    """The distance between kept values of a tensor with ``size`` values; odd, so that values of all columns of a matrix are kept.
 
     >>> stride(10), stride(1_048_576)
     (1, 17)
@@ -268,12 +268,12 @@ class _Recorder(Interceptor):
         self._end_if_done()
 
     def _end_if_done(self) -> None:
-        """End the script, again if it has caught the end."""
+        """End the script after its last step to record, again if it has caught :class:`Enough`."""
         if self._steps == self._settings.steps:
             raise Enough(0)
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """The longest names of ``parameters`` in the modules that have been called, else their places among them."""
+        """The longest names of ``parameters`` in the modules that have been called, else their positions in ``parameters``."""
         names: dict[int, str] = {}
         for module in list(self._modules):
             for name, p in module.named_parameters(remove_duplicate=False):
@@ -314,9 +314,9 @@ class _Timer(Interceptor):
 
 
 class _Noted:
-    """An iterator over a loader that tells of each batch as it is read, and whether reading it has drawn random numbers.
+    """An iterator over a loader that reports each batch, and whether reading the batch has drawn random numbers.
 
-    The first batch never has: the order of the samples is drawn with it.
+    For the first batch it reports that nothing was drawn, because the order of the samples is drawn with it.
     """
 
     def __init__(self, batches: Iterator, drawn: Callable[[Any, bool], None], state: Callable[[], Any]) -> None:
@@ -340,7 +340,7 @@ class _Noted:
 
 
 class _Draws(NamedTuple):
-    """Where the streams of torch and numpy are, and which libraries draw on this rank's own."""
+    """The states of the random streams of torch and numpy, and the libraries that draw on this rank's own streams."""
 
     set: frozenset[str]
     states: tuple[Any, ...]
@@ -380,7 +380,7 @@ def _tensors(batch: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]
 
 
 def _samples(tensors: Sequence[torch.Tensor]) -> int:
-    """The samples of a batch: those that parwrap has counted, of a share, else the length of its first tensor."""
+    """The number of samples in a batch: parwrap's count for this rank's part, if it has one, else the length of the first tensor."""
     passes = open_passes()
     counted = None if passes is None else passes.samples
     return next((len(each) for each in tensors if each.dim()), 1) if counted is None else counted
@@ -407,7 +407,7 @@ class _Seeds(Interceptor):
 
 
 class _HandWritten(DistributedDataParallel):
-    """A subclass, because a script's own ``DistributedDataParallel`` makes parwrap stand aside."""
+    """torch's class as a subclass, because parwrap stands aside if a script builds ``DistributedDataParallel`` itself."""
 
 
 class _ByHand(Interceptor):

@@ -24,7 +24,7 @@ SET_HERE = ("--nproc-per-node", "--nproc_per_node", "--seed", "-m", "--module")
 """Options of ``parwrap run`` that the commands set for each run."""
 
 NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir")
-"""Options of ``parwrap run`` that say how it runs once."""
+"""Options of ``parwrap run`` that the commands refuse, because they run the script several times on this machine."""
 
 
 class Asked(NamedTuple):
@@ -75,9 +75,9 @@ class Run(NamedTuple):
     """How a run has ended.
 
     Attributes:
-        folder: what it has recorded.
-        status: its exit code.
-        said: what it has printed.
+        folder: the folder with the records of the run.
+        status: the exit code.
+        said: everything that the run has printed.
     """
 
     folder: Path
@@ -95,7 +95,7 @@ class Run(NamedTuple):
 
 
 def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, script: Sequence[str], folder: Path) -> Run:
-    """Run ``script`` on ``ranks`` ranks with the ``options`` of ``parwrap run``, and record it in ``folder``, which is made."""
+    """Run ``script`` on ``ranks`` ranks with the ``options`` of ``parwrap run``, and record the run in the new ``folder``."""
     folder.mkdir()
     recorder = json.dumps(asdict(settings) | {"folder": str(folder)})
     on_ranks = ["--nproc-per-node", str(ranks), *(["--seed", str(settings.seed)] if ranks > 1 else [])]

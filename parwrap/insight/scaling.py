@@ -44,8 +44,8 @@ class Point:
         ranks: the number of ranks.
         samples_per_second: of all ranks together.
         step: the seconds of a step.
-        efficiency: the speed beside that many times the speed of one rank.
-        serial: the part of the work that more ranks do not make shorter; ``None`` for one rank.
+        efficiency: the speed per rank, divided by the speed per rank of the first point.
+        serial: the part of the work that more ranks do not make shorter; ``None`` for the first point.
     """
 
     ranks: int

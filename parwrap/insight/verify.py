@@ -72,20 +72,21 @@ def verify(
 ) -> Comparison:
     """Call ``function(*args, **kwargs)`` in one process and on several ranks with ``batch="global"``, and compare every step.
 
-    Both are started for it, so that nothing of the caller's changes. Batch norms are synchronized, and files that it writes go to scratch.
-    What it prints is shown. For a function with arguments of these names, pass a ``functools.partial`` of it.
+    Both runs use new processes, so that they change nothing in this one. Batch norms are synchronized. Files that the function writes go
+    to scratch, and what it prints is shown. If it takes an argument with a name from below, pass a ``functools.partial``.
 
     Args:
         function: the training function. Its decorator sets the options of ``distributed``.
-        args, kwargs: its arguments.
+        args, kwargs: arguments of the function.
         steps: the number of optimizer steps to compare.
         nprocs: the number of ranks.
-        tolerance: the largest difference by rounding, beside a largest value of 1; 100 times as much for a gradient beside its norm.
+        tolerance: the largest difference that counts as rounding, in a tensor whose largest value is 1 or less, otherwise in proportion;
+            for a gradient, 100 times this fraction of its norm.
         dropout: whether dropout is on; each rank draws its own.
         seed: the seed of torch, numpy and Python.
 
     Returns:
-        The comparison: ``equal``, and as text what it found.
+        The comparison. ``equal`` says whether the runs agree; as text it shows the first difference and its reasons.
 
     Raises:
         UsageError: the function took no step in one process.

@@ -20,7 +20,7 @@ __all__ = ["PipelineInterceptor", "intercepting_pipelines", "pipelines_of", "rea
 
 
 class PipelineInterceptor(Protocol):
-    """What decides how the ranks read pipelines."""
+    """The interceptor that decides how the ranks read pipelines."""
 
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """A reader was made with the arguments ``given``. Returns the arguments to use instead."""
@@ -115,7 +115,7 @@ def _iterators(kind: Any, interceptor: PipelineInterceptor) -> list[Patch]:
 
 @contextmanager
 def _of_equal_parts(pipeline: Any) -> Iterator[None]:
-    """Inside the block, all parts of its readers are as long as the longest: they are padded.
+    """Inside the block, the readers of ``pipeline`` report shards that are all as long as the longest, because shards are padded.
 
     Otherwise, DALI's iterators return empty batches, and do not skip what they drop.
     """

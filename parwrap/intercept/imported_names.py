@@ -60,7 +60,7 @@ class _Loaded:
     """The modules loaded so far. Each is looked at once: in a forked process a look at a module copies a page of memory.
 
     Attributes:
-        names: in the order of ``sys.modules``; another list once some have been unloaded.
+        names: the names of the modules, in the order of ``sys.modules``; a new list object when modules have been unloaded.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def note_loaded_modules() -> None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _owner(name: str, module_id: int) -> str | None:
-    """The owner of the module ``name``; ``None`` if it is never searched. A module is examined once, not at each start."""
+    """The installed package of the module ``name``, or ``""`` if the module is the user's; ``None`` if it is never searched."""
     if name == "__main__":
         return ""  # it has no file in a notebook
     package = name.partition(".")[0]

@@ -62,7 +62,7 @@ def _wrapping(traced: Callable | None) -> type[_Wrapped]:
 
 
 def is_patched(function: Any) -> bool:
-    """Whether a call of ``function`` goes to a wrapper that is installed here.
+    """Whether a call of ``function`` goes to a wrapper that :func:`installed` has put there.
 
     >>> is_patched(print)
     False

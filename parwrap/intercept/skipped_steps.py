@@ -31,7 +31,7 @@ MARK = "_parwrap_image"
 
 
 def skipping(interceptor: Interceptor) -> list[Any]:
-    """A skipped step leaves parameters and gradients unchanged. Schedulers count it.
+    """The hooks that skip a step if ``interceptor`` says so. A skip leaves parameters and gradients unchanged. Schedulers count it.
 
     The last installed interceptor is asked first, and the others only if it lets the step through.
     """
@@ -59,7 +59,7 @@ def skipping(interceptor: Interceptor) -> list[Any]:
 
 
 def closures(interceptor: Interceptor) -> list[Any]:
-    """Exchange the closure of a step."""
+    """The hooks that exchange the closure of a step."""
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         closure = _closure(args, kwargs)
@@ -83,7 +83,7 @@ def _closure(args: tuple, kwargs: dict) -> Callable | None:
 
 
 def _in_own_step(optimizer: Optimizer) -> bool:
-    """Whether the running hook is that of ``super().step()`` in a step of ``optimizer``; torch may have added hooks to both."""
+    """Whether the running hook belongs to ``super().step()`` inside a step of ``optimizer``. Torch may have added hooks to both."""
     if sum(hasattr(vars(kind).get("step"), "hooked") for kind in type(optimizer).__mro__) < 2:
         return False
     frame: FrameType | None = sys._getframe(1)

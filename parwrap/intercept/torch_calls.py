@@ -46,7 +46,7 @@ Patches = list[Patch | AbstractContextManager]
 
 
 def _iterate(interceptor: Interceptor) -> Patches:
-    """torchdata's loader derives from torch's, but overrides the iteration."""
+    """Patch the loaders of torch and of torchdata, whose ``StatefulDataLoader`` overrides ``__iter__``."""
 
     def patch(kind: Any) -> Patch:
         original = kind.__iter__
@@ -144,7 +144,7 @@ def _bound(
     inputs: Any = None,
     given: tuple[torch.Tensor | GradientEdge, ...] | None = None,
 ) -> Backward:
-    """The call, from arguments as in torch's own signature and, from another interceptor, what the script has given.
+    """The :class:`Backward` for arguments as in torch's signature. Another interceptor also passes the tensors ``given`` by the script.
 
     The deprecated ``grad_variables`` is the old name of ``grad_tensors``.
     """
@@ -176,7 +176,7 @@ class Criterion(NamedTuple):
 
     @torch.no_grad()
     def divisor(self) -> torch.Tensor:
-        """The divisor of the sum."""
+        """The number by which the sum of the losses is divided."""
         counted = self.target != self.ignore_index
         if self.weight is None:
             return counted.sum()
@@ -184,7 +184,7 @@ class Criterion(NamedTuple):
 
 
 def _criterion(interceptor: Interceptor) -> Patches:
-    """The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets."""
+    """Patch ``cross_entropy`` and ``nll_loss``, which the loss modules call too."""
 
     def patch(name: str) -> Patch:
         signature = inspect.signature(getattr(functional, name))
@@ -260,7 +260,7 @@ def _retain_grad(interceptor: Interceptor) -> Patches:
 
 
 def _enter_autocast(interceptor: Interceptor) -> Patches:
-    """``torch.cuda.amp.autocast`` is a subclass, and a function under ``@torch.autocast(...)`` enters it too."""
+    """Patch ``torch.autocast``, which ``torch.cuda.amp.autocast`` derives from and functions under ``@torch.autocast(...)`` enter too."""
     between = os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__
 
     def enter(wrapped: Callable, instance: torch.autocast, args: tuple, kwargs: dict) -> Any:
@@ -356,7 +356,7 @@ class Norm(NamedTuple):
 
 
 def _norm(interceptor: Interceptor) -> Patches:
-    """Every BatchNorm module calls it, including lazy ones and subclasses, and so do functional calls; InstanceNorm does not."""
+    """Patch ``batch_norm``, which every BatchNorm module calls, including lazy ones and subclasses. InstanceNorm does not call it."""
 
     def batch_norm(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return interceptor.norm(Norm(wrapped, *args, **kwargs))
@@ -408,7 +408,7 @@ def _set_mode(interceptor: Interceptor) -> Patches:
 
 
 def _moved(interceptor: Interceptor) -> Patches:
-    """Every cast and move calls ``_apply``."""
+    """Patch ``_apply``, which every cast and move of a module calls."""
 
     def begin(module: nn.Module) -> Callable[[], None]:
         before = _kinds(module)
@@ -543,7 +543,7 @@ def _metric(interceptor: Interceptor) -> Patches:
 
 
 def _update_metric(interceptor: Interceptor) -> Patches:
-    """A metric and each clone of it have ``update`` as an attribute, so the method that makes it is patched, as of torchmetrics 1.9."""
+    """Patch the method that makes a metric's attribute ``update``, which each clone has for itself, as of torchmetrics 1.9."""
 
     def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
         update = wrapped(*args, **kwargs)

@@ -2,9 +2,9 @@
 
 The calls for one step are the *window* of an optimizer. Inside a window, a backward adds up gradients on this rank, and a step only keeps
 them. The backward that closes the window gets all of them back and is averaged over the ranks, so gradients travel once a window. It is
-known by its line: the one whose backward came last before the optimizer's steps in the window.
+known by its line: the line that called the last backward before the optimizer's steps in the window.
 
-Rare cases are apart: a window that no such backward closes, one that is shorter because its epoch has ended, and a script's own scaler.
+Rare cases are apart: a window that no such backward closes, a window that its epoch has cut short, and a script's own scaler.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Window:
 
     Attributes:
         steps: the number of its skipped steps.
-        site: where the last backward before them was called, and what keeps it alive.
-        sums: their gradients, added up, by the id of the parameter.
-        clips: the clipping calls before the last of them.
-        scaler: the script's own scaler that has called it.
+        site: where the last backward before these steps was called, and the code objects that keep this key valid.
+        sums: the sums of the gradients of these steps, by the id of the parameter.
+        clips: the clipping calls before the last skipped step.
+        scaler: the script's own scaler that steps the optimizer.
         closing: whether ``.grad`` has the gradients of the whole window.
-        backward: the number of the last backward before its last step.
+        backward: the number of the last backward before the optimizer's last step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -77,7 +77,7 @@ class _Window:
                 self.sums[id(p)] = p, grad.clone() if known is None else known[1] + grad
 
     def is_lost(self) -> bool:
-        """Whether the loop has dropped the gradients of the whole window without a step."""
+        """Whether the loop has zeroed the gradients of the whole window before a step has used them."""
         return all(p.grad is None or not p.grad.any() for p, _ in self.sums.values())
 
 
@@ -85,7 +85,7 @@ class Accumulation(Interceptor):
     """Lets each optimizer step once for every ``steps`` calls of its ``step()``.
 
     Args:
-        steps: the calls for one step.
+        steps: the number of calls of ``step()`` for one step.
         no_sync: a context in which backwards are not averaged over the ranks.
         average: averages the gradients of parameters over the ranks outside of a backward.
     """
@@ -108,7 +108,7 @@ class Accumulation(Interceptor):
     # the regular loop
 
     def backward(self, call: Backward) -> None:
-        """Run ``call`` for the mean of a window; only one that closes a window is averaged over the ranks."""
+        """Run ``call`` with its loss divided by ``steps``. Only a backward that closes a window is averaged over the ranks."""
         if is_alone() or self._running or self._steps == 1:  # inside another backward, as re-entrant checkpoints do it
             call.run()
             self.backwards += not self._running
@@ -131,7 +131,7 @@ class Accumulation(Interceptor):
         self._left_by_backward = self._states() if self._looks else {}
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Keep the gradients of a step inside a window; the step that ends it is taken."""
+        """Whether to skip this step, because it is inside a window. The gradients of a skipped step are kept."""
         self._stepped = True
         if is_alone() or self._in_step or self._steps == 1:
             return False
@@ -154,7 +154,7 @@ class Accumulation(Interceptor):
         return True
 
     def clip(self, clip: Clip) -> Any:
-        """Clip only gradients that a step uses."""
+        """Clip before the step that ends a window. Before a skipped step, only note ``clip`` and return the norm."""
         if is_alone() or self._in_step or self._steps == 1:
             return clip.run()
         clipped = {id(p) for p in clip.parameters}
@@ -175,7 +175,7 @@ class Accumulation(Interceptor):
         )
 
     def _drop_stale(self) -> None:
-        """Drop gradients that a skipped step has kept and the loop has not zeroed yet."""
+        """Set ``.grad`` to ``None`` where a skipped step has kept the gradient and the loop has not zeroed it."""
         for p, *before in self._skipped:
             if p.grad is not None and before == [*_state(p.grad)]:
                 p.grad = None
@@ -193,7 +193,7 @@ class Accumulation(Interceptor):
                 p.grad = total.clone() if p.grad is None else total + p.grad
 
     def _complete(self, windows: list[_Window]) -> None:
-        """Close ``windows`` whose last backward came from another line than before."""
+        """Add up and average the gradients of ``windows`` that no backward has closed, because the last one came from another line."""
         late = [window for window in windows if not window.closing]
         if late:
             self._put_back(late)
@@ -202,7 +202,7 @@ class Accumulation(Interceptor):
     # the end of a loader, of a loop that breaks, and of the function
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Read ``loader``; when it is exhausted, the open windows are shorter."""
+        """Read ``loader``. When it is exhausted, the open windows end."""
         if get_worker_info() is not None or is_alone():
             return original(loader)
         self._raise_failure()
@@ -212,7 +212,7 @@ class Accumulation(Interceptor):
         """Apply the open windows after the function has returned.
 
         Raises:
-            UsageError: it never called ``step``.
+            UsageError: the function never called ``step``.
         """
         self._raise_failure()
         self._apply()
@@ -223,16 +223,16 @@ class Accumulation(Interceptor):
             )
 
     def end(self) -> None:
-        """Passes that outlive the function have no effect."""
+        """From now on, the end of a pass has no effect, because the function has returned."""
         self._ended = True
 
     def exhausted(self) -> None:
-        """A loader was read to its end, and the loop has trained on it."""
+        """End the open windows: a loader was read to its end, and the loop has trained on it."""
         if not self._ended and threading.get_ident() == self._thread:
             self._apply()
 
     def left(self) -> None:
-        """The loop has left a loader before its end: step on what is open. As a finalizer cannot raise, the next call does."""
+        """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next call raises its error."""
         try:
             self.exhausted()
         except BaseException as error:
@@ -282,7 +282,7 @@ class Accumulation(Interceptor):
     # a script's own scaler
 
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler acts only where a window ends; until then gradients keep its scale."""
+        """Let a script's own scaler act only where a window ends; until then gradients stay scaled."""
         if is_alone() or self._steps == 1:
             return call.run()
         if call.optimizer is None:
@@ -322,7 +322,7 @@ class Accumulation(Interceptor):
 
 
 class _Pass:
-    """Iterates over a loader, and tells the end of a pass in which the loop has trained."""
+    """Iterates over a loader, and tells ``accumulation`` when a pass ends in which the loop has trained."""
 
     def __init__(self, batches: Iterator, accumulation: Accumulation) -> None:
         self._batches: Iterator | None = batches
@@ -352,7 +352,7 @@ class _Pass:
 
 
 def _state(grad: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int]:
-    """What differs after ``grad`` was exchanged or changed in place; it does not keep it alive."""
+    """The identity and the version of ``grad``, which show whether it was replaced or changed in place. They do not keep it alive."""
     return weakref.ref(grad), version_of(grad)
 
 

@@ -1,7 +1,7 @@
 """Classification losses with ``batch="global"`` whose divisor is not the number of samples: class weights, ignored targets.
 
-Each mean loss of a training pass is multiplied by a factor that makes the average over ranks the mean over the whole batch. It is 1 until
-a backward reaches the loss: then ranks add up the divisors of all losses that it reaches, in one message for one loss and two for several.
+The gradient of each mean loss of a training pass is multiplied by a factor that makes the average over ranks the mean over the whole batch.
+To find the factors, ranks add up the divisors of all losses that a backward reaches, in one message for one loss and two for several.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from parwrap.ranks.group import Group, is_alone
 __all__ = ["Divisors"]
 
 LEAST = 1e-30
-"""If no rank counts a target, the loss is zero."""
+"""The least sum of divisors to divide by. If no rank counts a target, the loss is zero."""
 
 
 class _MeanLoss:
-    """A loss that a mean over classified targets has returned.
+    """A classification loss that is a mean over targets.
 
     Args:
-        criterion: the call.
+        criterion: the call of the loss function.
 
     Attributes:
         value: the loss on this rank.
@@ -63,7 +63,7 @@ class _Weighted(torch.autograd.Function):
 
 
 class Divisors(Interceptor):
-    """Weights such losses by their divisors.
+    """Weights mean losses over targets by their divisors.
 
     Args:
         group: the process group.
@@ -87,10 +87,10 @@ class Divisors(Interceptor):
         """Set the factors of all mean losses that ``call`` reaches. The strategy multiplies the whole loss by the weight of the batch.
 
         Returns:
-            What this adds to the loss, a scalar; ``None`` if it reaches none.
+            What the factors add to the loss, a scalar; ``None`` if ``call`` reaches no mean loss.
 
         Raises:
-            RankMismatchError: it reaches other numbers of them on other ranks.
+            RankMismatchError: ``call`` reaches different numbers of mean losses on the ranks.
         """
         self._open = [(ref, mean) for ref, mean in self._open if ref() is not None and mean.factor is None]
         if not self._open:

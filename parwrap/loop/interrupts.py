@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: held until all ranks can leave at the same backward (contract, small print on backwards).
 
-A launcher sends the signal to every rank, but each gets it in another step. A rank that holds it says so in its next backward; after that
-backward all ranks raise. A script that catches the interrupt to test and save is then in lockstep still.
+A launcher sends the signal to every rank, but each gets it in another step. A rank that holds a signal says so in its next backward; after
+that backward all ranks raise. So the ranks of a script that catches the interrupt, to test and save, are still in lockstep.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Interrupts:
     def release(self, number: int | None = None, frame: FrameType | None = None) -> None:
         """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward.
 
-        A rank that the signal has not reached yet waits for it, because the others do not say which one it is.
+        A rank that the signal has not reached yet waits for it, because the other ranks do not say which signal they hold.
         """
         deadline = time.monotonic() + LONGEST
         while number is None and self.held is None and time.monotonic() < deadline:

@@ -35,7 +35,7 @@ def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
 
 
 class _Scaled(float):
-    """A learning rate times the factor; so is every number computed from it."""
+    """A learning rate times the factor. Numbers computed from it have this type too."""
 
 
 def _computed(name: str) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ class _Changed(NamedTuple):
 
     Attributes:
         group: the parameter group of the optimizer.
-        before: its own rate.
+        before: the group's rate outside of the step.
         during: the rate to step at.
         version: the version of ``during``, if it is a tensor.
     """
@@ -94,7 +94,7 @@ class _LearningRates(Interceptor):
                 self._warn(optimizer)
 
     def put_back(self) -> bool:
-        """Restore what the last step left changed, if it raised an error.
+        """Restore the learning rates that are still changed, also after a step that raised an error.
 
         Returns:
             Whether the optimizer has set a rate that does not come from the larger one.
@@ -126,6 +126,6 @@ class _LearningRates(Interceptor):
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether only torch's own code runs in a step, which never sets the rate."""
+    """Whether a step of ``optimizer`` runs only torch's own code, which never sets the rate."""
     before, after = step_hooks(optimizer)
     return type(optimizer).step.__module__.startswith("torch.") and not before and not after

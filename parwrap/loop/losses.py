@@ -47,7 +47,7 @@ def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
 
 
 def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
-    """Whether a backward of ``tensors`` runs others inside it, as re-entrant checkpointing does: its leaves are hidden.
+    """Whether a backward of ``tensors`` runs other backwards inside, as re-entrant checkpointing does: the graph hides their leaves.
 
     >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
     False
@@ -107,7 +107,7 @@ class Losses(Interceptor):
             self._scaled = _Scaled(weakref.ref(result), weakref.ref(loss), scale)
 
     def root(self, call: Backward) -> torch.Tensor | None:
-        """The one scalar that the script has called backward on; ``None`` if there are several, or one with a gradient."""
+        """The one scalar that the script has called backward on; ``None`` for several tensors, or if the script passes a gradient."""
         if len(call.given) != 1 or call.grad_tensors[0] is not None:
             return None
         root = call.given[0]
@@ -116,7 +116,8 @@ class Losses(Interceptor):
     def write_mean(self, root: torch.Tensor, call: Backward, mean: float | torch.Tensor) -> None:
         """Write ``mean`` into ``root``, and into the loss that a ``GradScaler`` has multiplied to get it.
 
-        A graph that is kept may have saved the value for its second backward, and a view shares it with other numbers: these stay.
+        Nothing is written if the graph is kept, because a second backward may need the value. Views are not written, because they share
+        memory with other numbers.
         """
         if call.keeps_graph or root.grad_fn is None:
             return

@@ -26,7 +26,7 @@ class Modules(Interceptor):
         modules: the modules that exist when the scope opens.
 
     Attributes:
-        first: these modules.
+        first: the modules that existed when the scope opened.
     """
 
     def __init__(self, passes: Passes, modules: Iterable[nn.Module] = ()) -> None:
@@ -51,7 +51,7 @@ class Modules(Interceptor):
             self._made += 1
 
     def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
-        """The parameters that require grad, by the number in which they were made, which is the same on all ranks."""
+        """The parameters that require grad, by their number in the order in which they were made, which is the same on all ranks."""
         return {number: p for p, number in self._numbers.items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
 
     def set_mode(self, module: nn.Module, training: bool) -> None:

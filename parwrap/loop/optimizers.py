@@ -47,7 +47,7 @@ class Optimizers(Interceptor):
 
     Attributes:
         were_built: whether the script has built an optimizer, even if none is left.
-        generation: changes whenever the trainable parameters may be others.
+        generation: a number that changes whenever the set of trainable parameters may have changed.
         steps: the number of steps of all optimizers.
     """
 
@@ -68,7 +68,7 @@ class Optimizers(Interceptor):
     # what exists
 
     def all(self) -> list[Optimizer]:
-        """The optimizers that train the model, in the order in which they were built; not those of one batch."""
+        """The optimizers that train the model, in the order in which they were built, without those that belong to one batch."""
         return [each for each in _alive(self._all) if each not in self._batch_optimizers]
 
     def owners(self) -> dict[int, Optimizer]:
@@ -100,7 +100,7 @@ class Optimizers(Interceptor):
                 self._built_since_step.append(self._all[-1])
 
     def _trains_batch(self, optimizer: Optimizer) -> bool:
-        """Whether all that ``optimizer`` trains was made inside the training pass; a late optimizer of older parameters was not."""
+        """Whether every ``nn.Parameter`` of ``optimizer`` was made inside the training pass. False if it is built late, for older ones."""
         return all(p in self._made_in or not isinstance(p, nn.Parameter) for p in parameters_of(optimizer))
 
     # what belongs to a batch (rule 6)
@@ -115,7 +115,7 @@ class Optimizers(Interceptor):
         """Whether ``leaf`` is an ``nn.Parameter`` that was made inside the training pass, so that it is not averaged.
 
         Raises:
-            UsageError: it was made in an earlier batch, and is trained now.
+            UsageError: ``leaf`` was made in an earlier batch, and is trained now.
         """
         made = self._made_in.get(leaf)
         if made is not None:
@@ -154,7 +154,7 @@ class Optimizers(Interceptor):
         return optimizer in self._batch_optimizers
 
     def ended_pass(self) -> None:
-        """A training pass has ended."""
+        """Note that a training pass has ended: the optimizers that stepped in it are those at work."""
         if self._stepped_in_pass:
             self._stepped, self._stepped_in_pass = self._stepped_in_pass, []
             self._put_in_train.clear()
@@ -187,10 +187,10 @@ class Optimizers(Interceptor):
         return next((place for place in places if place is not None), None)
 
     def check_backward(self) -> None:
-        """Refuse a backward inside a pass that reads everything of a loader that trained on shares.
+        """Refuse a backward inside a pass that reads everything, if the loader was read in shares before.
 
         Raises:
-            UsageError: it names the ``eval()`` that makes the pass read everything.
+            UsageError: with the line of the ``eval()`` because of which the pass reads everything, if there is one.
         """
         innermost = self._passes.innermost
         if innermost is None or not innermost.refuses_backward:

@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def loss_factor(weight: float, size: int, options: Options) -> float:
-    """What a batch's loss is multiplied by after its ``weight``: a sum grows with the samples already, so ``weight`` is taken out again.
+    """The factor of a batch's loss besides ``weight``. A sum already grows with the samples, so the factor cancels ``weight``.
 
     >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
     (1.0, 2.5)
@@ -55,19 +55,19 @@ class Pass:
         trains: whether it is a training pass.
         shared: whether this rank reads only its share.
         place: the line that reads it.
-        said: whether the script has said that it is shared.
-        data: digits of a hash of what all ranks must read alike, which travel with its first backward.
+        said: whether the script has called ``parwrap.shard`` on the loader.
+        data: digits of a hash of what must be the same on all ranks; they travel with the pass's first backward.
         weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
         backwards: the number of backwards since it began.
         trained_before: the number of all backwards and steps when it began.
         drawn: the number of batches drawn.
         drawn_after: the number of all backwards when it drew its last batch.
-        samples: the number of samples in them.
+        samples: the number of samples in the batches drawn.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         refuses_backward: whether a backward in it is an error, because the loader trained on shares before.
-        in_flight: the last three batches.
+        in_flight: the last three batches drawn.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: how many batches more were drawn than trained on; backwards between two draws train on one batch.
     """
@@ -133,12 +133,12 @@ class Passes:
 
     @property
     def draws_own(self) -> bool:
-        """Whether each rank draws its own from the first backward on."""
+        """Whether each rank draws its own random numbers from the first backward on."""
         return self._draws == "per_rank"
 
     @property
     def training(self) -> Pass | None:
-        """The innermost open training pass. One that repeats stays open, if it is dropped, until another pass begins."""
+        """The innermost open training pass. A pass that repeats counts as open after it is dropped, until another pass begins."""
         last = self._last_training
         for each in reversed(self._open):
             if each.trains:
@@ -152,12 +152,12 @@ class Passes:
 
     @property
     def in_weighted_batch(self) -> bool:
-        """Whether the loop is at a batch of which each rank has a part with a weight, and in no whole pass inside it."""
+        """Whether the loop is at a batch whose parts on the ranks have weights, and not in a pass inside it that reads everything."""
         training = self.training or self._last_training
         return training is not None and training.weights is not None and (not self._open or self._open[-1].trains)
 
     def begin(self, opened: Pass) -> None:
-        """Add ``opened``, which begins, or goes on after another pass over its loader has ended it."""
+        """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
         self._last_training = None
         self._open.append(opened)
         if opened.trains:
@@ -169,7 +169,7 @@ class Passes:
         return opened in self._open
 
     def end(self, closed: Pass) -> None:
-        """Remove ``closed``. The loop draws as the passes that are left say from the next :meth:`draw` on."""
+        """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
         if closed in self._open:
             self._open.remove(closed)
             if closed.trains:
@@ -191,7 +191,7 @@ class Passes:
                 each.data = ()
 
     def _training_passes(self) -> list[Pass]:
-        """The open training passes, and one that repeats, as in :attr:`training`."""
+        """The open training passes; if there are none, the pass that repeats, as in :attr:`training`."""
         passes = [each for each in self._open if each.trains]
         return passes or [each for each in [self.training] if each is not None]
 
@@ -206,7 +206,7 @@ class Passes:
         self.streams.use(own)
 
     def same_draws(self, entered: bool) -> None:
-        """Whether ranks decide together, by shared draws, inside of ``with parwrap.same_draws()``."""
+        """Note that the script enters or leaves ``with parwrap.same_draws()``, in which all ranks draw the same numbers."""
         self._same_draws += 1 if entered else -1
         self.draw()
 
@@ -232,17 +232,17 @@ class Passes:
         return training.in_flight[-1].samples if training is not None and training.in_flight else None
 
     def is_stand_in(self, samples: int) -> bool:
-        """Whether a batch with that many samples, which the loop has, has weight 0: this rank has no part, and repeats a sample."""
+        """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and repeats a sample."""
         training = self.training or self._last_training
         if training is None or all(batch.weight for batch in training.in_flight):
             return False
         return not self.batch(lambda: [samples]).weight
 
     def batch(self, sizes: Callable[[], Iterable[int]]) -> Batch:
-        """The batch that a backward trains on, for its weight.
+        """The batch that a backward trains on, from which the loss gets its weight.
 
-        It is the one drawn last, also by a pass that has ended since. If the loop draws ahead, or several loaders, and weights differ, the
-        size of the batch decides.
+        It is the batch drawn last, even if its pass has ended since. If the loop draws ahead or reads several loaders, and the weights
+        differ, the size of the batch decides.
 
         Args:
             sizes: a function that returns the sizes of the first dimensions in the graph of the loss.
@@ -272,7 +272,7 @@ class Passes:
         )
 
     def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:
-        """The batch of ``training`` or of ``others``, whose weights differ, that the sizes ``seen`` in the graph show."""
+        """The last batch of ``training`` or of one of ``others``: the batch whose size is among the sizes ``seen`` in the graph."""
         newest = training.in_flight[-1]
         shown = [each for each in others if each.in_flight[-1].samples in seen - {newest.samples}]
         if not shown:

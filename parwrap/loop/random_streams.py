@@ -21,9 +21,9 @@ Libraries = frozenset[str]
 
 NONE: Libraries = frozenset()
 TRAINING: Libraries = frozenset({"torch", "numpy"})
-"""In a training pass a rank draws its own noise, but decisions, which scripts draw from Python's ``random``, are those of all ranks."""
+"""Own streams in a training pass, for a rank's noise. Scripts draw decisions from Python's ``random``, which stays shared."""
 ALL: Libraries = frozenset({"torch", "numpy", "python"})
-"""While samples of a training pass are read, augmentation is the rank's own, whatever it draws from."""
+"""Own streams while samples of a training pass are read: a rank's augmentation may draw from any library."""
 
 
 ANOTHER_SCOPE = 1_000_003
@@ -157,7 +157,7 @@ class RandomStreams:
         """Let the libraries ``own`` draw on this rank's own streams from now on, and the others on the shared ones.
 
         Returns:
-            The libraries that did so before.
+            The libraries that drew on this rank's own streams before.
         """
         before = self._own
         if own is not before:
@@ -187,7 +187,7 @@ class RandomStreams:
         self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
     def script_restored(self) -> None:
-        """The script has set torch's state, as ``fork_rng`` does at its end: the shared stream too forgets a seed of this pass."""
+        """The script has set torch's state, as ``fork_rng`` does at its end: undo a seed of this pass on the shared stream too."""
         if self._before_seed is not None and "torch" in self._own:
             self._kept["torch"], self._before_seed = self._before_seed, None
 

@@ -15,7 +15,7 @@ PRELOAD = "PARWRAP_TESTING_PRELOAD"
 
 
 def preload(modules: list[str], pytest_options: list[str]) -> None:
-    """Import ``modules``, as far as they can be: the rank that needs another one shows its error."""
+    """Import those of ``modules`` that can be imported. For any other, the rank that needs it shows the error."""
     from parwrap.intercept.imported_names import note_loaded_modules  # imports torch, unlike this file, which pytest's own process imports
 
     for name in modules:

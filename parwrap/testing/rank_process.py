@@ -156,7 +156,7 @@ def _received(connection: Connection) -> Task | None:
 
 
 def _prepare(setup: RankSetup, task: Task, of_group: Mapping[str, str]) -> None:
-    """Give this process what pytest's own has now; ``of_group`` are the variables that the process group has set."""
+    """Give this process the environment, working directory and ``sys.path`` of pytest's; ``of_group`` has the process group's variables."""
     if setup.capture:
         for descriptor in (1, 2):
             os.ftruncate(descriptor, 0)
