@@ -1,12 +1,15 @@
-"""What ``@sync_bn`` costs and ``@accumulate`` saves: ``python benchmarks/features.py`` prints milliseconds of a batch, and ratios.
+"""What ``@sync_bn`` and ``@explain`` cost and ``@accumulate`` saves: ``python benchmarks/features.py`` prints milliseconds and ratios.
 
 Two gloo ranks with a thread each train passes in turns, as in ``overhead.py``. The references are written by hand with
-``DistributedDataParallel``: with plain batch norms, and with an optimizer step every 4 batches, which sends gradients after each batch.
+``DistributedDataParallel``: with plain batch norms, and with an optimizer step every 4 batches, which sends gradients after each batch. The
+reference of ``@explain`` is parwrap without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,7 +66,20 @@ def accumulate() -> AbstractContextManager:
     return parwrap.accumulate(STEPS)
 
 
-WAYS |= {"sync_bn": partial(within, sync_bn), "accumulate": partial(within, accumulate), "sending each batch": accumulating}
+@contextmanager
+def explain() -> Iterator[None]:
+    import parwrap
+
+    with contextlib.redirect_stderr(io.StringIO()), parwrap.explain():
+        yield
+
+
+WAYS |= {
+    "sync_bn": partial(within, sync_bn),
+    "accumulate": partial(within, accumulate),
+    "sending each batch": accumulating,
+    "explain": partial(within, explain),
+}
 
 
 class Residual(nn.Module):
@@ -86,7 +102,11 @@ def resnet() -> nn.Module:
 
 CASES |= {"resnet": Case(resnet, (3, 32, 32), batch=8, steps=60)}
 
-COMPARISONS = {"sync_bn": ("resnet", "by hand", 1.3), "accumulate": ("wide", "sending each batch", 0.8)}
+COMPARISONS = {
+    "sync_bn": ("resnet", "by hand", 1.3),
+    "accumulate": ("wide", "sending each batch", 0.8),
+    "explain": ("wide", "parwrap", 1.02),
+}
 """The case, the reference and the limit of each feature."""
 
 
