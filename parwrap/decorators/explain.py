@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import Pass
-from parwrap.places import Place, script_place
+from parwrap.places import Place, from_script, script_place
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.strategy import Loop
 
@@ -36,7 +37,7 @@ class explain(ScopeDecorator):
     """Print what parwrap did at each line of the script, when the function ends: a table on rank 0's stderr.
 
     Write ``@explain``, ``@explain(report="explained.json")`` or ``with explain():`` inside of ``distributed``; for a script, ``--explain``.
-    There is a row for each line that reads a loader, runs a backward, steps an optimizer or saves a file, with the rule of the contract
+    There is a row for each line that reads a loader, runs a backward, steps an optimizer, writes or prints, with the rule of the contract
     that decided and what would change it; then come the warnings. Without several ranks there is nothing to explain.
 
     Args:
@@ -68,7 +69,12 @@ def _explained(file: str | None, module: str | None) -> Iterator[None]:
             print("parwrap: one rank runs, so it reads, trains and writes as without parwrap", file=sys.stderr)
         return
     watcher = _Watcher(loop)
-    patches = [Patch(torch, "save", watcher.save), Patch(warnings, "warn_explicit", watcher.warn)]
+    patches = [
+        Patch(torch, "save", watcher.save),
+        Patch(builtins, "open", watcher.open),
+        Patch(builtins, "print", watcher.print),
+        Patch(warnings, "warn_explicit", watcher.warn),
+    ]
     try:
         with intercepting([watcher], module), installed(patches, module):
             yield
@@ -158,7 +164,7 @@ class _Watcher(Interceptor):
 
     def _explain_pass(self, row: _Read, loader: DataLoader, opened: Pass, why: str) -> None:
         if opened.shared:
-            row.rule = "2: parwrap.shard" if opened.said else "2: trains: gradients on, an optimizer, train mode"
+            row.rule = "2, 4: parwrap.shard" if opened.said else "2, 4: trains: gradients on, an optimizer, train mode"
             row.change = "replicate(loader)"
         elif is_replicated(loader):
             row.rule, row.change = "2: parwrap.replicate", "shard(loader)"
@@ -193,6 +199,20 @@ class _Watcher(Interceptor):
         with suppress(TypeError):
             row.what = f"rank 0 writes {os.path.basename(os.fsdecode(kwargs.get('f', args[1] if len(args) > 1 else '')))}"
         row.what, row.rule, row.change = row.what or "rank 0 writes", "8", "every_rank_writes()"
+        return wrapped(*args, **kwargs)
+
+    def open(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
+        file = args[0] if args else kwargs.get("file")
+        if isinstance(mode, str) and set(mode) & set("wax+") and isinstance(file, (str, os.PathLike)) and from_script(sys._getframe(1)):
+            row = self._row("open")
+            row.what, row.rule, row.change = f"rank 0 writes {os.path.basename(os.fspath(file))}", "8", "every_rank_writes()"
+        return wrapped(*args, **kwargs)
+
+    def print(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if from_script(sys._getframe(1)):
+            row = self._row("print")
+            row.what, row.rule, row.change = "rank 0 speaks", "8", "--all-ranks"
         return wrapped(*args, **kwargs)
 
     def warn(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

@@ -63,7 +63,7 @@ def test_each_line_of_a_loop_has_a_row_in_the_order_of_the_script(tmp_path, capf
         assert [2, 4, 4, 1] == [row["times"] for row in rows]
         assert "each of 2 ranks 6 of 12 samples, RandomSampler, 2 passes" == rows[0]["what"]
         assert re.fullmatch(r"averaged 2 parameters, 8e-06 MB, 4 times, \d+% of the time waiting for averages", rows[1]["what"])
-        assert ["2: trains: gradients on, an optimizer, train mode", "5", "1", "8"] == [row["rule"] for row in rows]
+        assert ["2, 4: trains: gradients on, an optimizer, train mode", "5", "1", "8"] == [row["rule"] for row in rows]
         assert "rank 0 writes model.pt" == rows[3]["what"]
         text = capfd.readouterr().err
         assert re.search(
@@ -109,7 +109,7 @@ def test_what_the_script_said_and_what_was_warned_of_is_there(tmp_path):
     rows, said = rows_of(run, tmp_path)
 
     if parwrap.rank() == 0:
-        assert "2: parwrap.shard" == next(row["rule"] for row in rows if row["call"] == "DataLoader")
+        assert "2, 4: parwrap.shard" == next(row["rule"] for row in rows if row["call"] == "DataLoader")
         assert (1, True) == (len(said), "no backward followed" in said[0])
 
 
@@ -145,13 +145,14 @@ def test_a_script_is_explained_by_the_command(tmp_path):
         "for x in torch.utils.data.DataLoader(torch.rand(8, 1), batch_size=2):\n"
         "    model(x).sum().backward()\n"
         "    optimizer.step()\n"
+        "open('log.txt', 'w').write('x')\n"
+        "print('done')\n"
     )
 
     command = [sys.executable, "-m", "parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
-    assert (0, "") == (run.returncode, run.stdout)
-    assert ["train.py:4", "train.py:5", "train.py:6"] == [
-        row["place"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]
-    ]
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert (0, "done\n", [f"train.py:{line}" for line in range(4, 9)]) == (run.returncode, run.stdout, [row["place"] for row in rows])
+    assert ["rank 0 writes log.txt", "rank 0 speaks"] == [row["what"] for row in rows[3:]]
     assert "train.py:4  DataLoader  each of 2 ranks 4 of 8 samples, SequentialSampler" in run.stderr
