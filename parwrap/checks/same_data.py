@@ -92,8 +92,8 @@ def different_data(differ: Iterable[int], place: Place) -> None:
     raise RankMismatchError(
         f"the ranks have read {WHAT[worst]} in the pass at {place}. Each rank takes its share of what all ranks hold alike, so samples "
         "would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, with "
-        "`with parwrap.same_draws():` around what draws it. What was collected over a training pass is of one rank's share: "
-        "gather it first: `torch.cat(parwrap.gather(tensor))`."
+        "`with parwrap.same_draws():` around what draws it. If the dataset was collected in a training pass, each rank has a share of it "
+        "only: gather it first: `torch.cat(parwrap.gather(tensor))`."
     )
 
 

@@ -1,8 +1,8 @@
-"""Finds ranks of different nodes that wait for each other for ever: a node's pages do not reach beyond it.
+"""Finds ranks of different nodes that wait for each other forever. Within a node, ``positions.py`` finds them on pages of shared memory.
 
-A rank that has been blocked in one step for two seconds puts its page into the store, and compares it with that of the next rank. If all
-ranks are blocked but not alike, two neighbours differ, so one comparison for each rank suffices. Nothing is sent while ranks move. A page
-that is out of date proves nothing and does no harm, because counts only grow.
+A rank that has been blocked in one step for two seconds puts its page into the store, and compares it with that of the next rank. If ranks
+are blocked at different positions, some rank differs from the next one, so one comparison for each rank suffices. Nothing is sent while
+ranks move. A page that is out of date proves nothing and does no harm, because counts only grow.
 """
 
 from __future__ import annotations

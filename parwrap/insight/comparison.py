@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -113,9 +114,9 @@ def compared(
             fraction of its norm.
     """
     result = Comparison(ranks)
-    noise: dict[int, list[torch.Tensor]] = {}
+    seen: defaultdict[int, _Seen] = defaultdict(_Seen)
     for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
-        found = _first_difference(left, right, number, noise, result, tolerance)
+        found = _first_difference(left, right, number, seen[left.number], result, tolerance)
         if found is not None:
             what, values, reasons = found
             if not reasons:
@@ -124,6 +125,7 @@ def compared(
             result.difference = Difference(number, left.place, what, *values, reasons)
             return result
         result.steps = number
+        result.left_out = sum(int(each.sum()) for each_seen in seen.values() for each in each_seen.noise)
     steps = len(one.steps), len(several.steps)
     if several.failed:
         ends = f"after {counted(steps[0], 'step')}", f"after {counted(steps[1], 'step')} with an error"
@@ -133,28 +135,39 @@ def compared(
     return result
 
 
+@dataclass
+class _Seen:
+    """What the steps of an optimizer have shown so far.
+
+    Attributes:
+        noise: for each parameter, which values are left out, because their gradients are rounding.
+        largest: the largest norm of a gradient.
+    """
+
+    noise: list[torch.Tensor] = field(default_factory=list)
+    largest: float = 0.0
+
+
 def _first_difference(
-    one: Step, several: Step, number: int, noise: dict[int, list[torch.Tensor]], result: Comparison, tolerance: float
+    one: Step, several: Step, number: int, seen: _Seen, result: Comparison, tolerance: float
 ) -> tuple[str, tuple[float | str, float | str], list[str]] | None:
     """What differs first in a step, the two values, and the reasons if only these are possible. Otherwise, note in ``result`` how equal
-    it is, and in ``noise`` which values of each optimizer are left out."""
+    it is, and in ``seen`` what the step shows."""
     if (one.number, one.optimizer, one.sizes) != (several.number, several.optimizer, several.sizes):
         steps = (f"{each.optimizer} of {counted(len(each.sizes), 'parameter')}" for each in (one, several))
         return "the optimizer that steps", (next(steps), next(steps)), [OTHER_STEPS]
     found = _largest(one, one.before, several.before)
     if found and found[0] > tolerance:
         return f"{found[1]} before the first step", found[2:], [OTHER_START if number == 1 else OTHER_START_LATER]
-    left_out = noise.setdefault(one.number, [])
-    left_out += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(left_out) :]]
-    _note_noise(left_out, one, several)
-    found = _largest(one, one.after, several.after, left_out)
+    seen.noise += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(seen.noise) :]]
+    _note_noise(seen.noise, one, several)
+    found = _largest(one, one.after, several.after, seen.noise)
     if found and found[0] > tolerance:
         return found[1], found[2:], []
-    if (grads := _other_gradient(one, several, 100 * tolerance)) is not None:
+    if (grads := _other_gradient(one, several, seen, tolerance)) is not None:
         return grads[0], grads[1:], []
     if found and found[0] >= result.largest:
         result.largest, result.name = found[0], found[1].partition("[")[0]
-    result.left_out = sum(int(each.sum()) for out in noise.values() for each in out)
     result.no_numbers = sum(int((~each.isfinite()).sum()) for each in one.after)
     return None
 
@@ -206,16 +219,18 @@ def _largest(
     return best
 
 
-def _other_gradient(one: Step, several: Step, part: float) -> tuple[str, float, float] | None:
-    """The first gradient that differs by more than ``part`` of its norm, and both norms. At small learning rates, weights show it late.
+def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float) -> tuple[str, float, float] | None:
+    """The first gradient that differs by more than rounding, and both norms. At small learning rates, weights show it late.
 
-    A gradient that is rounding compared to the largest one is left out.
+    Rounding is 100 times the ``tolerance`` of the norm, and a tenth of it of the largest norm so far: late in training, gradients are small
+    sums of large numbers.
     """
     norms = [0.0 if grad is None else float(grad.double().norm()) for grad in one.grads]
+    seen.largest = max(seen.largest, *(norm for norm in norms if math.isfinite(norm)), 0.0)
     for name, a, b, norm in zip(one.names, one.grads, several.grads, norms, strict=True):
         if a is None or b is None or norm <= NOISE * max(norms) * len(a) ** 0.5 or not math.isfinite(norm):
             continue
-        if float((a.double() - b.double()).norm()) > part * norm:
+        if float((a.double() - b.double()).norm()) > 100 * tolerance * norm + tolerance / 10 * seen.largest:
             return f"the norm of the gradient of {name}", norm, float(b.double().norm())
     return None
 

@@ -6,6 +6,7 @@ On one process, parwrap does nothing else to the script. Whatever the script wri
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -189,6 +190,7 @@ class _Recorder(Interceptor):
         self._settings = settings
         self._steps = self._passes = 0
         self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._next_number = itertools.count()
         self._sizes: dict[int, list[int]] = {}
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._batch: _Batch | None = None
@@ -234,7 +236,9 @@ class _Recorder(Interceptor):
     def step(self, optimizer: Optimizer) -> None:
         self._end_if_done()
         parameters = list(parameters_of(optimizer))
-        number, sizes = self._numbers.setdefault(optimizer, len(self._numbers)), [p.numel() for p in parameters]
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._next_number)
+        number, sizes = self._numbers[optimizer], [p.numel() for p in parameters]
         begins = self._sizes.get(number) != sizes
         self._sizes[number] = sizes
         self._step = Step(

@@ -80,7 +80,10 @@ class Nodes:
                 store = self._agree(agent)
                 break
             except RendezvousGracefulExitError:
-                raise LaunchError("the job already had as many nodes as --nnodes allows, and ended without this node.") from None
+                raise LaunchError(
+                    "the job already had as many nodes as --nnodes allows, and ended without this node: raise MAX in --nnodes MIN:MAX, or "
+                    "start fewer nodes."
+                ) from None
             except DistStoreError:  # a node has left right after joining
                 if not remaining_restarts(agent):
                     raise

@@ -128,7 +128,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         raise UsageError(unknown_option(str(unknown), parser)) from None
     arguments = parse_options(parser, given, command)
     if arguments.launcher:
-        raise UsageError("--launcher must be written in full.")  # otherwise ``run.py`` has noticed it
+        raise UsageError("--launcher must be written in full, not abbreviated.")  # otherwise ``run.py`` has noticed it
     arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
     options = scope_options(arguments)
     outer = _fill_in(arguments, environ, gpus)

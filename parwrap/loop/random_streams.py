@@ -55,7 +55,7 @@ class FreshSeeds:
         self._given = 0
 
     def next(self, seed: int) -> int:
-        """The next one, of 62 bits, from the ``seed`` of the streams that torch draws on."""
+        """The next seed, of 62 bits. It depends on ``seed``, that of torch's streams, and on how many were given before."""
         self._given += 1
         return random.Random(f"{seed} {self._given}").getrandbits(62)
 

@@ -311,7 +311,8 @@ class Overlay:
         return True
 
     def _visible(self, disk: str) -> str | None:
-        """``disk`` if it is not hidden, or where rank 0 keeps what was there before the run; ``None`` if neither exists."""
+        """The path to read for ``disk``: itself, unless it is hidden; the old content, or an empty folder for a folder, if rank 0 has
+        changed it since the last barrier; ``None`` if there is nothing to see."""
         try:
             found = os.lstat(disk)
             if not self.hidden(disk, found):

@@ -179,3 +179,9 @@ def test_values_that_are_no_numbers_in_both_runs_are_counted():
     broken = step(torch.tensor([math.nan, 1.0]))
 
     assert str(found([broken], [broken])).endswith("; 1 values are nan or infinite in both")
+
+
+def test_gradients_that_have_become_rounding_are_no_difference():
+    tiny = [step(torch.tensor([1.5e-7, 0.0]), lr=0.0), step(torch.tensor([1.6e-7, 0.0]), lr=0.0)]
+
+    assert found([step(), tiny[0]], [step(), tiny[1]]).equal

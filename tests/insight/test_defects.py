@@ -155,7 +155,7 @@ def seeded_by(seed):
 def starts_from_urandom():
     model = layers(nn.Tanh())
     with torch.no_grad():
-        model[0].weight[0, 0] = os.urandom(1)[0] / 99
+        model[0].weight[0, 0] = int.from_bytes(os.urandom(4), "big") / 2**31
     fit(model=model)
 
 

@@ -104,11 +104,11 @@ def test_a_script_that_does_not_exist_is_refused(capsys):
     assert "parwrap verify: cannot find the script nowhere.py: its path is relative to the current directory.\n" == capsys.readouterr().err
 
 
-def train(model, loss_of, batch_norm=False):
+def train(model, loss_of, epochs=3):
     torch.manual_seed(1)
     loader = DataLoader(TensorDataset(torch.randn(32, 4), torch.randint(3, (32,))), batch_size=8, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(epochs):
         for features, labels in loader:
             optimizer.zero_grad()
             loss_of(model(features), labels).backward()
@@ -206,3 +206,11 @@ def test_a_function_that_catches_the_end_is_ended_again():
                     pass
 
     assert 3 == parwrap.verify(catches, steps=3).steps
+
+
+def test_optimizers_that_follow_each_other_are_told_apart():
+    def in_stages():
+        for size in (3, 5):
+            train(nn.Linear(4, size), F.cross_entropy, epochs=1)
+
+    assert 8 == parwrap.verify(in_stages).steps

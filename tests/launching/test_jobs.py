@@ -130,7 +130,7 @@ def test_only_a_node_can_know_how_many_gpus_it_has():
     [
         (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add the launcher, or remove --partition."),
         (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add the launcher, or remove --nodes."),
-        (["--launch", "slurm", "train.py"], "--launcher must be written in full."),
+        (["--launch", "slurm", "train.py"], "--launcher must be written in full, not abbreviated."),
     ],
 )
 def test_options_of_launchers_without_one(argv, text):
