@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -34,6 +35,7 @@ from parwrap.inline.remote_exception import RemoteTraceback
 from parwrap.inline.returned import KINDS
 from parwrap.intercept.dali import intercepting_pipelines
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop import random_streams
 from parwrap.loop.clock import summary
@@ -376,6 +378,7 @@ class _Scope(Interceptor):
         self.passes: Passes | None = None
         self._same_step: SameStep | None = None
         self._interrupts: Interrupts | None = None
+        self._warnings = 0
 
     @contextmanager
     def entered(self, call: Call, script: _Script | None) -> Iterator[None]:
@@ -395,6 +398,8 @@ class _Scope(Interceptor):
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
                 if hidden:
                     interceptors.append(HiddenGroup())
+            if not quiet:
+                self._undo.enter_context(installed([Patch(warnings, "warn_explicit", self._count_warning)]))
             self._undo.enter_context(intercepting(interceptors, module))
             try:
                 with explained():
@@ -412,6 +417,10 @@ class _Scope(Interceptor):
         """The number of samples in this rank's part of a batch, if batches are divided."""
         return self.passes.samples if self.passes is not None and self._options.batch == "global" else None
 
+    def _count_warning(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        self._warnings += str(args[0]).startswith("parwrap:")
+        wrapped(*args, **kwargs)
+
     def _end(self, returns: bool, quiet: bool) -> None:
         """End together with the other ranks, and say what was trained; not after an interrupt, which a script may have caught on some
         ranks only."""
@@ -423,7 +432,11 @@ class _Scope(Interceptor):
             self._same_step.end()
             self.strategy.end()
             steps, together = self.strategy.loop.optimizers.steps, self.strategy.together and self._whole is self._group
-            line = summary(self._group, self.passes.clock, steps) if together and not quiet and self.passes is not None else None
+            line = (
+                summary(self._group, self.passes.clock, steps, self._warnings)
+                if together and not quiet and self.passes is not None
+                else None
+            )
             if returns:  # a script's process ends
                 self.strategy.make_whole()
             if self.strategy.together:

@@ -42,8 +42,9 @@ class Clock:
         self.begin = self.begin or time.perf_counter()
 
 
-def summary(group: Group, clock: Clock, steps: int) -> str | None:
-    """The line that rank 0 prints when a script ends, for ``steps`` optimizer steps; ``None`` if no loader was trained on.
+def summary(group: Group, clock: Clock, steps: int, warned: int) -> str | None:
+    """The line that rank 0 prints when a script ends, for ``steps`` optimizer steps and ``warned`` warnings of parwrap;
+    ``None`` if no loader was trained on.
 
     All ranks call it: it sends two messages of constant size.
     """
@@ -66,7 +67,7 @@ def summary(group: Group, clock: Clock, steps: int) -> str | None:
     work = counted(steps, "step") + (f", {epochs} epoch{'s' * (epochs > 1)}" if epochs else "")
     return (
         f"{work} in {seconds:.3g} s, {samples / seconds:,.0f} samples/s on {size} ranks; waiting: {', '.join(waits)}; "
-        f"peak memory {memory / 1e9:.2g} GB a rank"
+        f"peak memory {memory / 1e9:.2g} GB a rank" + (f"; {counted(warned, 'warning')}" if warned else "")
     )
 
 
