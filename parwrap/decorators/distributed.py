@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -35,8 +34,8 @@ from parwrap.inline.remote_exception import RemoteTraceback
 from parwrap.inline.returned import KINDS
 from parwrap.intercept.dali import intercepting_pipelines
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
+from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop import random_streams
 from parwrap.loop.clock import summary
 from parwrap.loop.divisors import Divisors
@@ -378,7 +377,7 @@ class _Scope(Interceptor):
         self.passes: Passes | None = None
         self._same_step: SameStep | None = None
         self._interrupts: Interrupts | None = None
-        self._warnings = 0
+        self._warnings: list[str] = []
 
     @contextmanager
     def entered(self, call: Call, script: _Script | None) -> Iterator[None]:
@@ -399,7 +398,7 @@ class _Scope(Interceptor):
                 if hidden:
                     interceptors.append(HiddenGroup())
             if not quiet:
-                self._undo.enter_context(installed([Patch(warnings, "warn_explicit", self._count_warning)]))
+                self._warnings = self._undo.enter_context(parwraps_warnings())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
                 with explained():
@@ -417,10 +416,6 @@ class _Scope(Interceptor):
         """The number of samples in this rank's part of a batch, if batches are divided."""
         return self.passes.samples if self.passes is not None and self._options.batch == "global" else None
 
-    def _count_warning(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
-        self._warnings += str(args[0]).startswith("parwrap:")
-        wrapped(*args, **kwargs)
-
     def _end(self, returns: bool, quiet: bool) -> None:
         """End together with the other ranks, and say what was trained; not after an interrupt, which a script may have caught on some
         ranks only."""
@@ -433,7 +428,7 @@ class _Scope(Interceptor):
             self.strategy.end()
             steps, together = self.strategy.loop.optimizers.steps, self.strategy.together and self._whole is self._group
             line = (
-                summary(self._group, self.passes.clock, steps, self._warnings)
+                summary(self._group, self.passes.clock, steps, len(self._warnings))
                 if together and not quiet and self.passes is not None
                 else None
             )

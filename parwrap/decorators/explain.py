@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from parwrap.errors import UsageError, counted
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
+from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import Pass
 from parwrap.places import Place, from_script, script_place
@@ -57,7 +57,7 @@ class explain(ScopeDecorator):
         self._report = report
 
     def scope(self, call: Call) -> AbstractContextManager[Any]:
-        return _explained(self._report, module_of(call.function) if call.function else "__main__")
+        return _explained(self._report, module_of(call.function))
 
 
 @contextmanager
@@ -73,10 +73,9 @@ def _explained(file: str | None, module: str | None) -> Iterator[None]:
         Patch(torch, "save", watcher.save),
         Patch(builtins, "open", watcher.open),
         Patch(builtins, "print", watcher.print),
-        Patch(warnings, "warn_explicit", watcher.warn),
     ]
     try:
-        with intercepting([watcher], module), installed(patches, module):
+        with intercepting([watcher], module), installed(patches, module), parwraps_warnings() as watcher.warnings:
             yield
     finally:
         if rank() == 0:
@@ -175,12 +174,10 @@ class _Watcher(Interceptor):
 
     def backward(self, call: Backward) -> None:
         row = self._row("backward", _Averaged)
-        begin = time.perf_counter()
-        row.begin = row.begin or begin
+        row.begin, waited = row.begin or time.perf_counter(), self._loop.passes.clock.averages
         call.run()
         row.end = time.perf_counter()
-        if (since := self._loop.same_step.averages_since) > begin:
-            row.waited += row.end - since
+        row.waited += self._loop.passes.clock.averages - waited
         strategy = self._loop.options().strategy
         row.rule = f"5, strategy={strategy!r}" if strategy != "ddp" else "5"
         row.change = "no_sync(), @accumulate"
@@ -192,7 +189,7 @@ class _Watcher(Interceptor):
         row = self._row(f"{type(optimizer).__name__}.step")
         row.what, row.rule = "the same step on all ranks", "1"
 
-    # files and warnings
+    # files and output
 
     def save(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         row = self._row("torch.save")
@@ -213,11 +210,6 @@ class _Watcher(Interceptor):
         if from_script(sys._getframe(1)):
             row = self._row("print")
             row.what, row.rule, row.change = "rank 0 speaks", "8", "--all-ranks"
-        return wrapped(*args, **kwargs)
-
-    def warn(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if args and str(args[0]).startswith("parwrap:"):
-            self.warnings.append(str(args[0]).removeprefix("parwrap: "))
         return wrapped(*args, **kwargs)
 
     # the table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -13,6 +12,7 @@ from parwrap.decorators.distributed import distributed
 from parwrap.decorators.scope import Call, ScopeDecorator
 from parwrap.errors import UsageError
 from parwrap.ranks.device import cores
+from parwrap.ranks.environment import environment
 
 __all__ = ["hogwild"]
 
@@ -76,11 +76,5 @@ class hogwild(ScopeDecorator):
 
 def _on_cpus(start: Callable[[Callable[[], Any]], Any], run: Callable[[], Any]) -> Any:
     """Call ``start(run)`` with ``CUDA_VISIBLE_DEVICES`` empty, so that the ranks see no GPU."""
-    before = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = ""
-    try:
+    with environment({VISIBLE: ""}):
         return start(run)
-    finally:
-        del os.environ[VISIBLE]
-        if before is not None:
-            os.environ[VISIBLE] = before

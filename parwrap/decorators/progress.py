@@ -54,7 +54,7 @@ class progress(ScopeDecorator):
     def scope(self, call: Call) -> AbstractContextManager[Any]:
         if rank() > 0 or sys.stderr is None or not sys.stderr.isatty():
             return nullcontext()
-        return intercepting([_Bars()], module_of(call.function) if call.function else "__main__")
+        return intercepting([_Bars()], module_of(call.function))
 
 
 class _Bars(Interceptor):

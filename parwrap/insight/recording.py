@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,11 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from parwrap.data.samplers import samples_in
 from parwrap.decorators.distributed import open_passes
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
-from parwrap.launching.script import run_exit_handlers, run_target, running_exit_handlers
+from parwrap.launching.script import run_exit_handlers, run_target
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.random_streams import FreshSeeds, get_states, seed_all
 from parwrap.places import script_place
@@ -159,11 +160,18 @@ def recorded_in(folder: Path, failed: bool = False) -> Recorded:
 
 @contextmanager
 def recorded(settings: Settings) -> Iterator[None]:
-    """Record the steps inside the block, and end it with :class:`Enough`."""
-    patches = [] if settings.dropout else _no_dropout()
-    recorder = _Timer(settings) if settings.timed else _Recorder(settings)
-    interceptors = [recorder, *([_ByHand()] if settings.by_hand else []), *([_Seeds()] if world_size() == 1 else [])]
-    with intercepting(interceptors, "__main__"), installed(patches):
+    """Record the steps inside the block, and end it with :class:`Enough`. One process gets its seed and scratch here; ranks have them."""
+    interceptors: list[Interceptor] = [_Timer(settings) if settings.timed else _Recorder(settings)]
+    with ExitStack() as around:
+        if settings.by_hand:
+            interceptors.append(_ByHand())
+        if world_size() == 1:
+            interceptors.append(_Seeds())
+            seed_all(settings.seed)
+            folder = around.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
+            around.enter_context(files_in_scratch(Path(folder)))
+        around.enter_context(intercepting(interceptors, "__main__"))
+        around.enter_context(installed([] if settings.dropout else _no_dropout()))
         yield
 
 
@@ -191,7 +199,7 @@ class _Recorder(Interceptor):
         self._steps = self._passes = 0
         self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._next_number = itertools.count()
-        self._sizes: dict[int, list[int]] = {}
+        self._known: dict[int, tuple[list[int], list[str]]] = {}  # sizes and names of the parameters of each optimizer
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._batch: _Batch | None = None
         self._draws: Any = None  # where the streams were after the last batch or backward
@@ -214,10 +222,9 @@ class _Recorder(Interceptor):
     def _drawn(self, batch: Any, drew: bool) -> None:
         self._end_if_done()
         self._read += 1
-        tensors = list(_tensors(batch))
-        values = [each.detach().double().nan_to_num(0, 0, 0) for each in tensors]
+        values = [each.detach().double().nan_to_num(0, 0, 0) for each in _tensors(batch)]
         data = sum(float(each.sum()) for each in values), sum(float(each.square().sum()) for each in values)
-        self._batch = _Batch(_samples(tensors), data, drew)
+        self._batch = _Batch(samples_in(batch), data, drew)
         self._draws = _state_of_draws()
 
     def backward(self, call: Backward) -> None:
@@ -239,14 +246,14 @@ class _Recorder(Interceptor):
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next_number)
         number, sizes = self._numbers[optimizer], [p.numel() for p in parameters]
-        begins = self._sizes.get(number) != sizes
-        self._sizes[number] = sizes
+        if begins := number not in self._known or self._known[number][0] != sizes:
+            self._known[number] = sizes, self._names(parameters)
         self._step = Step(
             str(script_place()),
             number,
             type(optimizer).__name__,
             [{name: value for name, value in group.items() if isinstance(value, (int, float, str))} for group in optimizer.param_groups],
-            self._names(parameters),
+            self._known[number][1],
             sizes,
             [_sampled(p) for p in parameters] if begins else [],
             [None if p.grad is None else _sampled(p.grad) for p in parameters],
@@ -297,7 +304,7 @@ class _Timer(Interceptor):
         return _Noted(original(loader), self._drawn, lambda: None)
 
     def _drawn(self, batch: Any, drew: bool) -> None:
-        self._batch = _samples(list(_tensors(batch)))
+        self._batch = samples_in(batch)
 
     def backward(self, call: Backward) -> None:
         self._samples, self._batch = self._samples + self._batch, 0
@@ -383,13 +390,6 @@ def _tensors(batch: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]
         yield from _tensors(vars(batch), seen)
 
 
-def _samples(tensors: Sequence[torch.Tensor]) -> int:
-    """The number of samples in a batch: parwrap's count for this rank's part, if it has one, else the length of the first tensor."""
-    passes = open_passes()
-    counted = None if passes is None else passes.samples
-    return next((len(each) for each in tensors if each.dim()), 1) if counted is None else counted
-
-
 @torch.no_grad()
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     """The values of ``tensor``, or of a large one those at each :func:`stride`, as a flat float32 or float64 tensor of the CPU."""
@@ -465,21 +465,11 @@ def main() -> None:
     """Run the script of this process's command line."""
     settings = Settings(**json.loads(sys.argv[1]))
     del sys.argv[:2]
-    if world_size() == 1:
-        seed_all(settings.seed)
-        with tempfile.TemporaryDirectory(prefix="parwrap-") as folder, files_in_scratch(Path(folder)):
-            _run(settings)
-    else:
-        _run(settings)
-
-
-def _run(settings: Settings) -> None:
-    try:
-        with recorded(settings), running_exit_handlers():
+    with recorded(settings):
+        try:
             run_target("module" if settings.is_module else "file", sys.argv[0])
-    except BaseException:
-        run_exit_handlers()  # also of a script that fails: they may write files
-        raise
+        finally:
+            run_exit_handlers()  # also of a script that fails: they may write files
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ from parwrap.inline.rank_process import Task
 from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared_with_ddp
 from parwrap.insight.recording import Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, asked_for, run_in_scratch
-from parwrap.loop.random_streams import seed_all
-from parwrap.rank_zero.files import files_in_scratch
-from parwrap.ranks.group import world_size
+from parwrap.ranks.environment import environment
 from parwrap.ranks.world import IN_SCRATCH
 
 __all__ = ["main", "verify"]
@@ -107,35 +104,28 @@ def verify(
     given = next((each.given for each in decorators if isinstance(each, distributed)), {})
     options = {name: value for name, value in given.items() if name not in ("nprocs", "start_method")}
     others = [each for each in decorators if not isinstance(each, distributed)]
-    before = os.environ.get(IN_SCRATCH)
-    os.environ[IN_SCRATCH] = "1"
-    try:
-        with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
+    said: list[str] = []
+    with environment({IN_SCRATCH: "1"}), tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
 
-            def run(name: str, size: int, scopes: Sequence[ScopeDecorator]) -> Recorded:
-                Path(folder, name).mkdir()
-                call = scoped(plain, [*scopes, *others, _Recording(Settings(str(Path(folder, name)), steps, seed, dropout))])
-                failed = False
-                try:
-                    run_on_ranks(Task(functools.partial(_until_enough, call, args, kwargs), [], dict), size, who="parwrap.verify")
-                except Exception as error:
-                    if size == 1:
-                        raise
-                    failed = True
-                    said.append(f"{type(error).__name__}: {error}")
-                return recorded_in(Path(folder, name), failed)
+        def run(name: str, size: int, scopes: Sequence[ScopeDecorator]) -> Recorded:
+            Path(folder, name).mkdir()
+            call = scoped(plain, [*scopes, *others, _Recording(Settings(str(Path(folder, name)), steps, seed, dropout))])
+            failed = False
+            try:
+                run_on_ranks(Task(functools.partial(_until_enough, call, args, kwargs), [], dict), size, who="parwrap.verify")
+            except Exception as error:
+                if size == 1:
+                    raise
+                failed = True
+                said.append(f"{type(error).__name__}: {error}")
+            return recorded_in(Path(folder, name), failed)
 
-            said: list[str] = []
-            one = run("one", 1, [])
-            if not one.steps:
-                raise UsageError(f"{describe(plain)} has taken no step of an optimizer in one process: there is nothing to compare.")
-            synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
-            several = run("several", nprocs, [distributed(**{"batch": "global", "seed": seed, **options}), *synchronized])
-            return compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
-    finally:
-        del os.environ[IN_SCRATCH]
-        if before is not None:
-            os.environ[IN_SCRATCH] = before
+        one = run("one", 1, [])
+        if not one.steps:
+            raise UsageError(f"{describe(plain)} has taken no step of an optimizer in one process: there is nothing to compare.")
+        synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
+        several = run("several", nprocs, [distributed(**{"batch": "global", "seed": seed, **options}), *synchronized])
+        return compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
 
 
 def _until_enough(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -152,15 +142,8 @@ class _Recording(ScopeDecorator):
         super().__init__()
         self._settings = settings
 
-    @contextmanager
-    def scope(self, call: Call) -> Iterator[None]:
-        with ExitStack() as alone:
-            if world_size() == 1:
-                seed_all(self._settings.seed)
-                folder = alone.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
-                alone.enter_context(files_in_scratch(Path(folder)))
-            alone.enter_context(recorded(self._settings))
-            yield
+    def scope(self, call: Call) -> AbstractContextManager[None]:
+        return recorded(self._settings)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ from parwrap.ranks.processes import die_with_parent
 from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD
 
-__all__ = ["run_alone", "run_exit_handlers", "run_rank", "run_target", "running_exit_handlers"]
+__all__ = ["run_alone", "run_exit_handlers", "run_rank", "run_target"]
 
 
 def run_alone(script: Script) -> None:
@@ -82,7 +82,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
             if script.scope is not None:
                 raise_on_sigterm()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
-            _run(script, recorder, ending=nullcontext() if script.scope is None else running_exit_handlers())
+            _run(script, recorder, ending=nullcontext() if script.scope is None else _running_exit_handlers())
     except BaseException as raised:
         error = raised
     status = 0 if error is None else exit_status(error)
@@ -101,7 +101,7 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 
 @contextmanager
-def running_exit_handlers() -> Iterator[None]:
+def _running_exit_handlers() -> Iterator[None]:
     """If the script in the block succeeds, wait for its threads and run its exit handlers, before the scope around the block closes."""
     try:
         yield

@@ -16,6 +16,7 @@ from typing import Any
 
 from parwrap.intercept.import_hooks import imports_watched
 from parwrap.intercept.patch import Patch, installed
+from parwrap.ranks.environment import environment
 
 __all__ = ["trackers_silent"]
 
@@ -30,7 +31,7 @@ VARIABLES = {"WANDB_MODE": "disabled", "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLO
 def trackers_silent() -> Iterator[None]:
     """Inside the block, nothing that this process logs with wandb or mlflow reaches a server or the directory of the script."""
     with ExitStack() as stack:
-        stack.enter_context(_environment({**VARIABLES, "MLFLOW_TRACKING_URI": os.environ.get("MLFLOW_TRACKING_URI")}))
+        stack.enter_context(environment({**VARIABLES, "MLFLOW_TRACKING_URI": os.environ.get("MLFLOW_TRACKING_URI")}))
         for name, silent in {"wandb": _wandb, "mlflow": _mlflow}.items():
             begin = partial(_begin, stack, silent)
             if name in sys.modules:
@@ -75,22 +76,3 @@ def _mlflow(mlflow: Any) -> Iterator[None]:
                 yield
         finally:
             mlflow.set_tracking_uri(before)
-
-
-@contextmanager
-def _environment(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set ``variables`` inside the block; afterwards they are as before."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

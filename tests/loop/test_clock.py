@@ -14,7 +14,7 @@ class Slow(Dataset):
     def __len__(self):
         return 24
     def __getitem__(self, index):
-        time.sleep(0.005)
+        time.sleep(0.005)  # so that the loop waits for data
         return torch.ones(2)
 
 model = torch.nn.Linear(2, 1)
@@ -22,7 +22,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for epoch in range(2):
     for x in DataLoader(Slow(), batch_size=4):
         if parwrap.rank() == 1:
-            time.sleep(0.02)
+            time.sleep(0.02)  # so that rank 0 waits for rank 1
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

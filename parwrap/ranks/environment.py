@@ -1,0 +1,35 @@
+"""Environment variables that are set inside a ``with`` block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["environment"]
+
+
+@contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set ``variables`` inside the block, and unset those with ``None``; afterwards they are as before.
+
+    >>> with environment({"PARWRAP_EXAMPLE": "1"}):
+    ...     os.environ["PARWRAP_EXAMPLE"]
+    '1'
+    >>> "PARWRAP_EXAMPLE" in os.environ
+    False
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
