@@ -1,5 +1,7 @@
-"""What a function can reach: the optimizers and modules that were built before its scope opens (contract, small print on passes), and
-everything that it can reach by name, when ranks are started for it."""
+"""What a function can reach by name: the optimizers and modules that were built before its scope opens (contract, small print on passes).
+
+Where ranks are started for a function, it also finds everything else that the function can reach.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVIDIA DALI, once it is imported: forwards what its readers, pipelines and iterators do to a :class:`PipelineInterceptor`.
+"""NVIDIA DALI, once it is imported: forwards what its readers, pipelines and iterators do to a ``PipelineInterceptor``.
 
 DALI documents no common base of its readers and no way to change a pipeline before it is built. So this file, and no other, uses private
 names of DALI, as of version 2.4.

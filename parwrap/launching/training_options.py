@@ -1,5 +1,7 @@
-"""The options of ``parwrap run`` that set the scopes around a script: tables for ``distributed``, for parwrap's other decorators, and for
-the further options of those decorators. ``options.py`` explains the options of ``distributed``."""
+"""The options of ``parwrap run`` that set the scopes around a script: a table for ``distributed``, and one for the other decorators.
+
+``options.py`` explains the options of ``distributed``.
+"""
 
 from __future__ import annotations
 

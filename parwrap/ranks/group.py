@@ -1,4 +1,4 @@
-"""The process group of a :class:`World`: starts and stops it, and says which rank this is.
+"""The process group of a ``World``: starts and stops it, and says which rank this is.
 
 Only this file starts a process group. ``collectives.py`` has what users call to reduce and gather.
 """

@@ -1,4 +1,4 @@
-"""Reads launch variables into a frozen :class:`World`, which says which rank this process is.
+"""Reads launch variables into a frozen ``World``, which says which rank this process is.
 
 ``launchers.py`` has the names that launchers use; this file draws conclusions from those that are set. It only reads the environment
 that is passed to it; ``group.py`` starts the process group.

@@ -1,4 +1,6 @@
-"""Pytest plugin: ``@pytest.mark.ranks(2)`` runs a test on two processes with a gloo process group open in each::
+"""Pytest plugin: ``@pytest.mark.ranks(2)`` runs a test on two processes with a gloo process group open in each.
+
+For example::
 
     @pytest.mark.ranks(2)
     def test_every_rank_gets_the_mean():
