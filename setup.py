@@ -18,7 +18,7 @@ setup(
     packages=find_packages(include=["parwrap", "parwrap.*"]),
     package_data={"parwrap": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.13", "wrapt>=2.5", "numpy"],
+    install_requires=["torch>=2.9", "wrapt>=2.5", "numpy"],
     extras_require={
         "report": ["matplotlib"],
         "progress": ["tqdm"],
