@@ -56,6 +56,7 @@ from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
 
 if TYPE_CHECKING:
     from parwrap.strategies.ps_server import Server
@@ -468,6 +469,8 @@ class _Scope(Interceptor):
         loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
+        if group.world.rank == 0:
+            warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
         reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say
         loaders = Loaders(*reading)

@@ -51,7 +51,8 @@ from parwrap.launching.signals import forward_once
 from parwrap.launching.waiting import reporting_wait
 from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import INIT_METHOD
-from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_context
+from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, given_signals, process_context
+from parwrap.torch_private.versions import OF_LAUNCHER, warn_of_newer_torch
 
 __all__ = ["launch"]
 
@@ -70,6 +71,7 @@ def launch(plan: LaunchPlan) -> int:
         raise LaunchError("--start-method fork does not work in a process that has initialized CUDA: remove it, or use spawn.")
     if "LOGLEVEL" not in os.environ:
         _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
+    warn_of_newer_torch(OF_LAUNCHER)
     plan = await_rendezvous(plan, os.environ)
     os.environ.update(plan.variables)  # for spawned ranks; a fork server passes them on
     with job_folder() as folder:
@@ -182,7 +184,7 @@ class _OneNodeWithPort(_OneNode):
 
 def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
-    signals = getattr(plan.torchrun, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")  # torch 2.9 has no such option
+    signals = given_signals(plan.torchrun).split(",")
     if unknown := [name for name in signals if name not in signal.Signals.__members__]:
         raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
     changes["signals_to_handle"] = ",".join(

@@ -7,13 +7,15 @@ from operator import attrgetter
 
 import torch
 
+from parwrap.torch_private.versions import private
+
 __all__ = ["autocast_enabled", "check_finite_and_unscale_", "scale_of"]
 
 scale_of: Callable[[torch.amp.GradScaler], torch.Tensor] = attrgetter("_scale")
 """The scale as a tensor on the device. The public ``get_scale`` waits for the device."""
 
-check_finite_and_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None] = (
-    torch._amp_foreach_non_finite_check_and_unscale_
+check_finite_and_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None] = private(
+    "torch._amp_foreach_non_finite_check_and_unscale_"
 )
 """Multiplies gradients by a factor and sets a flag if one is not finite, in few kernels. ``GradScaler`` does not make it public."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from parwrap.torch_private.versions import private
+
 __all__ = [
     "current_transform",
     "in_backward",
@@ -28,13 +30,13 @@ view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 input_metadata: Callable[[Any], tuple[Any, ...]] = attrgetter("_input_metadata")
 """The shape, dtype and device of each gradient that a node takes, which are those of its outputs. ``Node`` does not make them public."""
 
-is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+is_transformed: Callable[[torch.Tensor], bool] = private("torch._C._functorch.is_functorch_wrapped_tensor")
 """Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not make that public."""
 
-current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+current_transform: Callable[[], Any] = private("torch._C._functorch.peek_interpreter_stack")
 """The innermost running transform, such as ``vmap`` or ``grad``, or ``None``. ``torch.func`` does not make it public."""
 
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+tracing_state: Callable[[], Any] = private("torch._C._get_tracing_state")
 """The trace of ``torch.jit.trace`` that is being recorded, or ``None``. ``torch.jit.is_tracing`` would add a call to each forward."""
 
 

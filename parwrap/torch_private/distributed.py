@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from parwrap.torch_private.versions import private
+
 __all__ = [
     "abort_process_groups",
     "check_reducer_finalized",
@@ -16,10 +18,10 @@ __all__ = [
     "set_default_group",
 ]
 
-abort_process_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
+abort_process_groups: Callable[[], None] = private("torch.distributed.distributed_c10d._abort_process_group")
 """Ends all process groups without waiting for running collectives. Publicly, NCCL waits for ranks that may never come."""
 
-set_default_group: Callable[[dist.ProcessGroup | None], None] = dist.distributed_c10d._update_default_pg
+set_default_group: Callable[[dist.ProcessGroup | None], None] = private("torch.distributed.distributed_c10d._update_default_pg")
 """Sets the process group that collectives run in by default. Publicly, that is always the group of all ranks."""
 
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")

@@ -10,6 +10,7 @@ __all__ = [
     "RENDEZVOUS",
     "agent_store",
     "arrived_nodes",
+    "given_signals",
     "process_context",
     "remaining_restarts",
     "set_remaining_restarts",
@@ -54,3 +55,8 @@ def arrived_nodes(handler: Any) -> list[Any]:
 def this_node(handler: Any) -> Any:
     """This node among :func:`arrived_nodes`. It is not public."""
     return handler._this_node
+
+
+def given_signals(torchrun: Any) -> str:
+    """The names of the signals that the launcher handles, from torchrun's parsed options; torch 2.9 has no such option."""
+    return getattr(torchrun, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp._common_utils import collect_grad_tensors as _collect_grad_tensors
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
+from torch.utils import _pytree
+
+from parwrap.torch_private.versions import private
 
 __all__ = [
     "clip_grads_with_norm_",
@@ -34,20 +37,32 @@ __all__ = [
 local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 """This rank's part of a ``DTensor``. The public ``to_local()`` is an operation in the graph, which returns a view."""
 
-param_groups: Callable[[Any], list[Any]] = attrgetter("_fsdp_param_groups")
-"""The groups of parameters of a state, each gathered and reduced together. States are not public."""
-
 pre_backward: Callable[[Any], Callable[[Any], Any]] = attrgetter("_pre_backward")
 """A state's hook that gathers its parameters when a backward reaches a gradient. It is not public."""
 
 module_info: Callable[[Any], Any] = attrgetter("_module_info")
 """The module in which a parameter is registered, and its name there. Publicly, a parameter does not have them."""
 
-collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = _collect_grad_tensors
-"""The tensors in nested outputs that require a gradient, on which torch registers its hooks. Its module is private."""
-
-clip_grads_with_norm_: Callable[..., None] = clip_grad._clip_grads_with_norm_
+clip_grads_with_norm_: Callable[..., None] = private("torch.nn.utils.clip_grad._clip_grads_with_norm_")
 """Scales gradients to a norm. The public ``torch.nn.utils.clip_grads_with_norm_`` is intercepted, and would lead back here."""
+
+
+def param_groups(state: Any) -> list[Any]:
+    """The groups of parameters of a state, each gathered and reduced together. States are not public."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [group for group in (state._fsdp_param_group,) if group is not None]  # before torch 2.13, a state has one at most
+
+
+def collect_grad_tensors(outputs: Any) -> list[torch.Tensor]:
+    """The tensors in nested outputs that require a gradient, on which torch registers its hooks. Its own functions are not public."""
+    found = []
+    for leaf in _pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf] if leaf.requires_grad else []
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += collect_grad_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
 
 
 def unsharded_parameter(param: Any) -> nn.Parameter | None:
@@ -62,7 +77,24 @@ def initialize(state: Any) -> None:
 
 def reset_iteration(state: Any) -> None:
     """Make a root forget an interrupted forward or backward. Nothing public does that."""
-    state._reset_iter_state()
+    if hasattr(state, "_reset_iter_state"):
+        state._reset_iter_state()
+    else:
+        _reset_before_torch_2_13(state)
+
+
+def _reset_before_torch_2_13(state: Any) -> None:
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        for group in param_groups(each):
+            group.finalize_backward()  # waits for what it has sent
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
 def set_pre_backward_registration(state: Any, register: Callable[[Any], Any]) -> None:
@@ -78,7 +110,10 @@ def forget_state(state: Any) -> None:
 
 def release_groups(state: Any) -> None:
     """Drop the groups of a state: graphs may hold it, and other ranks wait for a process group that something refers to. Not public."""
-    state._fsdp_param_groups.clear()
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups.clear()
+    else:
+        state._fsdp_param_group = None
     state._comm_ctx.post_forward_order.clear()
 
 
@@ -97,5 +132,6 @@ def replace_on_modules(param: Any, new: nn.Parameter) -> None:
 
 def forget_process_groups(mesh: Any) -> None:
     """Drop the process groups that a mesh and its root hold, which torch caches forever. Publicly, a mesh cannot be closed."""
-    mesh._get_root_mesh()._pg_registry.clear()
-    mesh._pg_registry.clear()
+    if hasattr(mesh, "_pg_registry"):  # before torch 2.13, a mesh holds their names
+        mesh._get_root_mesh()._pg_registry.clear()
+        mesh._pg_registry.clear()

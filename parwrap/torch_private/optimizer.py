@@ -6,20 +6,20 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, cast
 
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
+
+from parwrap.torch_private.versions import private
 
 __all__ = ["STEP", "global_post_hooks", "global_pre_hooks", "step_hooks", "stepping"]
 
 Hooks = OrderedDict[int, Callable]
 """Hooks by the number of their handle, in the order in which they run."""
 
-global_pre_hooks: Hooks = cast(Any, torchs)._global_optimizer_pre_hooks
+global_pre_hooks: Hooks = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 """The hooks of ``register_optimizer_step_pre_hook``, in the order in which they run. Publicly, they can only be added and removed."""
 
-global_post_hooks: Hooks = cast(Any, torchs)._global_optimizer_post_hooks
+global_post_hooks: Hooks = private("torch.optim.optimizer._global_optimizer_post_hooks")
 """The hooks of ``register_optimizer_step_post_hook``, in the order in which they run. Publicly, they can only be added and removed."""
 
 step_hooks: Callable[[Optimizer], tuple[Hooks, Hooks]] = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

@@ -161,3 +161,11 @@ def test_a_process_that_was_forked_after_cuda_has_started_is():
     child.join()
 
     assert 1 == child.exitcode
+
+
+def test_the_signals_to_handle_are_an_option_of_torchrun_or_the_same_without_one():
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args(["train.py"])
+
+    assert "SIGTERM,SIGINT,SIGHUP,SIGQUIT" == elastic.given_signals(parsed)
