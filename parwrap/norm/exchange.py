@@ -24,6 +24,7 @@ from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import current
 from parwrap.ranks.shared_vectors import CAPACITY, SharedVectors, keeps_order_of_writes
+from parwrap.torch_private.distributed import quiet_gloo
 
 __all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]
 
@@ -230,5 +231,6 @@ def _group_of(ranks: Sequence[int], **options: Any) -> Any:
     """A process group of ``ranks``, made at the first call by these ranks alone."""
     made = _groups.setdefault(dist.group.WORLD, {})
     if ranks not in made:
-        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        with quiet_gloo():
+            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, **options)
     return made[ranks]

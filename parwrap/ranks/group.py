@@ -22,7 +22,7 @@ from parwrap.ranks.background import in_background
 from parwrap.ranks.device import choose_backend, choose_device, torch_backend, uses_nccl
 from parwrap.ranks.rendezvous import met, on_loopback
 from parwrap.ranks.world import World, detect
-from parwrap.torch_private.distributed import abort_process_groups, set_default_group
+from parwrap.torch_private.distributed import abort_process_groups, quiet_gloo, set_default_group
 
 __all__ = [
     "Group",
@@ -110,8 +110,10 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
                 meeting.enter_context(on_loopback(world))
                 # without a timeout, the process group keeps torch's default, which is 30 minutes for all backends except NCCL
                 torchs = dist.PrefixStore("torch", store)
-                dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
-            control = dist.new_group(backend="gloo", timeout=waiting)
+                with quiet_gloo():
+                    dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
+            with quiet_gloo():
+                control = dist.new_group(backend="gloo", timeout=waiting)
             if not world.node_ranks:
                 ranks = _ranks_of_node(world, control)
                 world = replace(world, node_ranks=ranks, local_size=len(ranks))

@@ -40,6 +40,7 @@ from parwrap.strategies.ddp_sites import made_equal
 from parwrap.strategies.ps_server import Begun, Connections, Kind, Layout, Message, Pushed, Served, Server, packed, set_state, state_of
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.strategies.zero1 import dealt_out
+from parwrap.torch_private.distributed import quiet_gloo
 
 __all__ = ["ParameterServer", "Workers", "divided"]
 
@@ -96,9 +97,10 @@ def divided(
     assert group.store is not None
     assert group.folder is not None
     name = f"workers-{next(_divisions)}"
-    all_ranks = dist.new_group(backend="gloo", timeout=group.timeout)
-    training = dist.new_group(list(range(workers)), backend=torch_backend(group.backend), timeout=group.timeout)
-    control = dist.new_group(list(range(workers)), backend="gloo", timeout=group.timeout)
+    with quiet_gloo():
+        all_ranks = dist.new_group(backend="gloo", timeout=group.timeout)
+        training = dist.new_group(list(range(workers)), backend=torch_backend(group.backend), timeout=group.timeout)
+        control = dist.new_group(list(range(workers)), backend="gloo", timeout=group.timeout)
     connections = Connections(all_ranks)
     try:
         if world.rank >= workers:

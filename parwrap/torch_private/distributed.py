@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +19,7 @@ __all__ = [
     "abort_process_groups",
     "check_reducer_finalized",
     "has_rebuilt_buckets",
+    "quiet_gloo",
     "set_default_group",
 ]
 
@@ -29,3 +34,26 @@ has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_ha
 
 check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
 """Raises ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP checks only in the next forward."""
+
+GLOO_SPEAKS = torch.__version__ < (2, 11)  # type: ignore[operator]
+"""Whether gloo prints a line to stdout for each new process group. Nothing turns it off."""
+
+
+@contextmanager
+def quiet_gloo() -> Iterator[None]:
+    """Keep the lines of gloo out of stdout while the block makes process groups. What else is written to stdout comes after the block."""
+    if not GLOO_SPEAKS:
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        stdout = os.dup(1)
+        os.dup2(written.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            written.seek(0)
+            for line in written:
+                if not line.startswith(b"[Gloo] Rank "):
+                    os.write(1, line)

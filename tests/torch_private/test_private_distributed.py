@@ -1,5 +1,7 @@
 """The private names of process groups and DDP that parwrap uses, in a group of one rank."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,3 +55,14 @@ def test_a_reducer_says_whether_all_parameters_have_taken_part():
 
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         distributed.check_reducer_finalized(ddp.reducer)
+
+
+@pytest.mark.parametrize("speaks", [distributed.GLOO_SPEAKS, True])
+def test_gloo_is_quiet_and_what_else_is_written_meanwhile_is_shown(speaks, monkeypatch, capfd):
+    monkeypatch.setattr(distributed, "GLOO_SPEAKS", speaks)
+    capfd.readouterr()
+    with distributed.quiet_gloo():
+        dist.new_group([0])
+        os.write(1, b"[Gloo] Rank 0 is connected to 0 peer ranks.\nby a thread\n" if speaks else b"by a thread\n")
+
+    assert "by a thread\n" == capfd.readouterr().out
