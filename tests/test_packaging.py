@@ -17,9 +17,6 @@ import pytest
 
 import parwrap
 
-pytest.importorskip("build", reason="build is not installed: pip install build")
-pytest.importorskip("twine", reason="twine is not installed: pip install twine")
-
 ROOT = Path(__file__).parents[1]
 MADE = shutil.ignore_patterns(".git", ".nox", ".venv", ".*_cache", ".hypothesis", "*.egg-info", "__pycache__", "build", "dist")
 """What is in a checkout and not in a fresh clone."""
@@ -52,6 +49,8 @@ def run(*command, cwd):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The sdist of a clean copy, and the wheel that is built from it."""
+    for tool in ("build", "pip", "twine"):
+        pytest.importorskip(tool, reason=f"{tool} is not installed: pip install {tool}")
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "checkout", ignore=MADE)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "checkout")
