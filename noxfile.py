@@ -17,8 +17,10 @@ NUMPYS = ["1.26"]
 TORCH, PYTHON = "2.13", "3.11"
 """Those of constraints.txt; each session changes one of them, or numpy."""
 
+nox.needs_version = ">=2025.10.14"
 nox.options.sessions = [f"python-{PYTHON}", "package"]
-nox.options.download_python = "auto"  # with uv or nox[pbs]; otherwise a missing Python is an error
+nox.options.error_on_missing_interpreters = True
+nox.options.download_python = "auto"  # a Python that is missing, with uv or nox[pbs]
 
 
 def run_tests(session: nox.Session, torch: str = TORCH, numpy: str | None = None) -> None:
