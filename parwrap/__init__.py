@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     sync_bn = signatures.decorator(_sync_bn.sync_bn.__init__)
     uniform_length = signatures.decorator(_uniform_length.uniform_length.__init__)
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "parwrap.data.lengths": ("UniformLengthBatchSampler",),

@@ -1,0 +1,60 @@
+"""The README's test command in a fresh environment for each torch, each Python and an older numpy. ``nox -l`` lists the sessions.
+
+constraints.txt is for one Python. Elsewhere a session takes the newest versions that fit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+TORCHES = ["2.9", "2.10", "2.11", "2.12", "2.13", "2.14"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+NUMPYS = ["1.26"]
+
+TORCH, PYTHON = "2.13", "3.11"
+"""Those of constraints.txt; each session changes one of them, or numpy."""
+
+nox.needs_version = ">=2025.10.14"
+nox.options.sessions = [f"python-{PYTHON}", "package"]
+nox.options.error_on_missing_interpreters = True
+nox.options.download_python = "auto"  # a Python that is missing, with uv or nox[pbs]
+
+
+def run_tests(session: nox.Session, torch: str = TORCH, numpy: str | None = None) -> None:
+    """Install parwrap with these versions and run the README's test command, or the options and tests that follow ``--``."""
+    asked = [f"torch=={torch}.*", *([f"numpy=={numpy}.*"] if numpy else [])]
+    fits = session.python == PYTHON and not numpy
+    session.install(*asked, "-e", ".[test]", *(constraints(session) if fits else []))
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+
+
+def constraints(session: nox.Session) -> list[str]:
+    """The option for constraints.txt without its torch."""
+    lines = Path("constraints.txt").read_text("utf-8").splitlines(keepends=True)
+    path = Path(session.create_tmp()) / "constraints.txt"
+    path.write_text("".join(line for line in lines if not line.startswith("torch==")), "utf-8")
+    return ["-c", str(path)]
+
+
+def add_session(name: str, python: str = PYTHON, **versions: str) -> None:
+    nox.session(name=name, python=python)(lambda session: run_tests(session, **versions))
+
+
+for version in TORCHES:
+    add_session(f"torch-{version}", torch=version)
+for version in PYTHONS:
+    add_session(f"python-{version}", python=version)
+for version in NUMPYS:
+    add_session(f"numpy-{version}", numpy=version)
+
+
+@nox.session(python=PYTHON)
+def package(session: nox.Session) -> None:
+    """Build what would be published, in dist/, and check its metadata."""
+    session.install("build", "twine")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    session.run("python", "-m", "twine", "check", "--strict", "dist/*")
