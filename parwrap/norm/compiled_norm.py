@@ -20,6 +20,7 @@ from parwrap.intercept.torch_calls import Norm
 from parwrap.norm.exchange import Alone, Exchange
 from parwrap.norm.forward_backward import differentiable, gradients, normalize
 from parwrap.norm.kernels import Running, Whole, accumulated, kernels_for
+from parwrap.torch_private.dynamo import EXPORTING
 
 __all__ = ["scopes", "traced"]
 
@@ -112,7 +113,7 @@ def traced(
     """``torch.nn.functional.batch_norm`` as it is compiled while a ``sync_bn`` is open."""
     if (
         not (scopes.shared and training and eps > 0)
-        or torch.compiler.is_exporting()
+        or getattr(torch.compiler, EXPORTING)
         or input.dim() < 2
         or not input.is_floating_point()
         or input.device.type not in ("cpu", "cuda")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["DYNAMO", "INLINE", "inlined"]
+__all__ = ["DYNAMO", "EXPORTING", "INLINE", "inlined"]
 
 DYNAMO = "torch._dynamo"
 """The module that a process's first optimizer imports, which takes a second. If imported before a fork, it costs no rank any time."""
 
 INLINE = "_torchdynamo_inline"
 """The attribute of a wrapped function that holds the function to compile instead. ``torch.compiler`` can only leave functions out."""
+
+EXPORTING = "_is_exporting_flag"
+"""The attribute of ``torch.compiler`` that says whether a model is exported. Before torch 2.12, ``is_exporting()`` is true in any graph."""
 
 
 def inlined(traced: Callable) -> dict[str, staticmethod]:

@@ -33,6 +33,7 @@ OF_RANKS = (
     "torch.amp.GradScaler._scale",
     "torch.autocast._enabled",
     "torch.autograd.graph.Node._input_metadata",
+    "torch.compiler._is_exporting_flag",
     "torch.cuda._is_in_bad_fork",
     "torch.distributed.Reducer._check_reducer_finalized",
     "torch.distributed._composable_state._module_state_mapping",

@@ -272,6 +272,7 @@ def test_ranks_are_spawned_with_cloudpickle_once_cuda_has_started(monkeypatch):
 def test_asking_the_driver_for_gpus_starts_cuda_too(monkeypatch):
     caller = os.getpid()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)  # whatever another test has asked
     assert not launching._cuda_has_started()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != caller)  # as after torch.cuda.is_available()
     assert launching._cuda_has_started()
