@@ -53,7 +53,7 @@ CHOICES: dict[str, dict[Any, str]] = {
         "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
     },
     "start_method": {
-        None: "ranks are forked from the calling process, or spawned once CUDA has started there",
+        None: "on Linux, ranks are forked from the calling process until CUDA has started there; otherwise they are spawned",
         "fork": "ranks inherit everything in this process, and compute with one thread each",
         "spawn": "ranks are new interpreters, which receive what the function uses",
     },

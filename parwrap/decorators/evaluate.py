@@ -72,8 +72,9 @@ class evaluate(ScopeDecorator):
               process.
             - a function of the list of the ranks' results, in their order; on one rank, a list of one.
             - a dict or tuple of these, one for each entry of the result.
-        check: compare the first result with that of all the data. Compare again if the parts were too similar to tell, and for datasets of
-            another length. ``False`` divides the data unchecked.
+        check: compare the first result with that of all the data, and once for datasets of every other length, up to 16 lengths. If the
+            ranks' parts gave results so alike that a wrong ``reduce`` would not show, up to two more calls are compared. ``False`` divides
+            the data unchecked.
 
     Raises:
         UsageError: ``reduce`` is missing or has another value, the function trains, or its results cannot be merged exactly.

@@ -171,7 +171,8 @@ def _waiting_group(name: str) -> Group | None:
     group = open_group()
     if group is not None and group.store is None:
         raise UsageError(
-            f"parwrap.{name} needs parwrap's own process group, but the script has started another one: use torch.distributed there."
+            f"parwrap.{name} needs parwrap's own process group, but this script has started one itself. Leave out its init_process_group, "
+            "or use calls of torch.distributed instead, such as barrier or broadcast_object_list."
         )
     return None if group is None or group.world.size == 1 else group
 

@@ -382,7 +382,10 @@ def _made(interceptor: Interceptor) -> Patches:
 
 
 def _outermost(begin: Callable[[nn.Module], Callable[[], None]]) -> Callable:
-    """A wrapper of a method that calls itself for every submodule. ``begin`` runs before the script's own call, and its result after it."""
+    """A wrapper for a method of modules that calls itself for every submodule, such as ``train``: only the script's own call counts.
+
+    ``begin`` runs before that call and returns a function, which runs after it.
+    """
     inside = False
 
     def wrapper(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:

@@ -315,8 +315,8 @@ class Accumulation(Interceptor):
         if any(before.get(id(p)) != _state(p.grad) for p in parameters_of(optimizer) if p.grad is not None):
             self._looks = 0
             warn(
-                "parwrap: gradients were changed between backward() and step(). Inside a window of parwrap.accumulate, such a change "
-                "applies to the gradient of one batch, and only after the last batch to the sum of all. To clip, use "
+                "parwrap: gradients were changed between backward() and step(). With parwrap.accumulate, .grad holds the gradient of one "
+                "batch there, and the sum of all only after the last batch, so the change acts on single batches. To clip, use "
                 "torch.nn.utils.clip_grad_norm_, which acts on the sum only. This is shown once."
             )
 

@@ -94,7 +94,7 @@ class Scaling(Interceptor):
         return found
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``closure`` with all gradients removed if one is not finite, because optimizers skip parameters without a gradient."""
+        """A closure that runs ``closure`` and then removes all gradients if one is not finite, so that the step changes nothing."""
 
         def with_finite_gradients() -> Any:
             loss = closure()

@@ -250,7 +250,17 @@ class WriterFiles:
             return write(path)
 
     def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:
-        """The key of a path that is about to change, if the rules apply; what it was before the run is kept for slower ranks."""
+        """Prepare for a change of ``path``: at its first change, keep what was there before the run, for slower ranks.
+
+        Args:
+            path: the path, as the script gives it.
+            dir_fd: the directory that a relative path starts from, as in ``os.open``.
+            in_place: the file is changed and not replaced, so it is kept as a copy, and only up to a size of ``MOST_COPIED``.
+            counts: whether the change counts as a step of the writer's progress.
+
+        Returns:
+            The key of the path, or ``None`` if the rules of rank 0's files do not apply to it.
+        """
         key = self._rules.writes(path, dir_fd)
         if key is None:
             return None

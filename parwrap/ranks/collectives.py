@@ -164,8 +164,8 @@ def group_for(name: str) -> Group | None:
         return None
     if is_alone():
         raise UsageError(
-            f"parwrap.{name}() would wait forever, because only this rank runs a function decorated with @parwrap.rank_zero_only. Call "
-            "it outside of that function."
+            f"parwrap.{name}() would wait forever, because code inside @parwrap.rank_zero_only or rank_zero_first runs without the other "
+            "ranks. Make this call outside of that code."
         )
     return group
 

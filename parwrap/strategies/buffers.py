@@ -1,7 +1,8 @@
 """Keeps the buffers of modules as DDP does: rank 0's are everybody's (contract, small print on backwards).
 
 Modules that the script puts in eval mode get rank 0's buffers when the next pass that does not train begins. Buffers that training
-changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, which may need the old values.
+changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, not before: a
+backward may need the values that its forward has saved.
 """
 
 from __future__ import annotations

@@ -259,8 +259,8 @@ def _merged(parts: list[Any], sizes: Sequence[int], loss: str | None, join: Call
         if loss is None and not all(_same(first, part) for part in parts):
             raise _Unmergeable(
                 f"a number for each part of the batch ({', '.join(f'{float(part):.4g}' for part in parts)}). If it is a mean or a sum over "
-                "the samples, such as a loss, pass loss='mean' or loss='sum' to parwrap.data_parallel. Otherwise call it inside of "
-                "`with parwrap.data_parallel([device]):`, which names one device."
+                "the samples, such as a loss, pass loss='mean' or loss='sum' to parwrap.data_parallel. Otherwise call the model inside of "
+                "`with parwrap.data_parallel([device]):`, where one device computes the whole batch."
             )
         if loss is None and not tensors:
             return first
@@ -292,8 +292,8 @@ def _check_rows(parts: list[torch.Tensor], sizes: Sequence[int]) -> None:
     if any(row % size or row // size != rows[0] // sizes[0] for row, size in zip(rows, sizes, strict=True)):
         raise _Unmergeable(
             f"tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample. The first "
-            "dimension of all inputs and outputs must be the batch. Otherwise call it inside of `with parwrap.data_parallel([device]):`, "
-            "which names one device."
+            "dimension of all inputs and outputs must be the batch. Otherwise call the model inside of `with "
+            "parwrap.data_parallel([device]):`, where one device computes the whole batch."
         )
     if len({part.shape[1:] for part in parts}) > 1:
         raise _Unmergeable(

@@ -188,8 +188,8 @@ class DDP(Strategy):
 def refuse_alone() -> UsageError:
     """The error for a backward that only one rank runs."""
     return UsageError(
-        f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only or @parwrap.rank_zero_first, where "
-        "the other ranks do not take part in averaging its gradients. Train outside of that function."
+        f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take part in "
+        "averaging its gradients. Train outside of that code."
     )
 
 

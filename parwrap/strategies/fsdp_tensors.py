@@ -433,8 +433,9 @@ def _refuse_lost_write(name: str) -> NoReturn:
 def refuse_alone(what: str) -> NoReturn:
     """Raise :class:`UsageError`: ``what`` needs all ranks, but only one rank runs the current function."""
     raise UsageError(
-        f"{script_place()} needs the other ranks for {what}, because with strategy='fsdp' each rank has only a part of the model. But only "
-        "this rank runs a function decorated with @parwrap.rank_zero_only: do it outside of that function, and save its result there."
+        f"{script_place()} needs the other ranks for {what}, because with strategy='fsdp' each rank has only a part of the model. But code "
+        "inside @parwrap.rank_zero_only or rank_zero_first runs without them: do this on all ranks before that code, which can then save "
+        "or print the result."
     )
 
 

@@ -156,8 +156,8 @@ class Zero1(DDP):
         if is_alone():
             raise UsageError(
                 f"{script_place()} asks for {type(optimizer).__name__}.state_dict(), which needs all ranks with strategy='zero1', because "
-                "each holds a part of the state. But only this rank runs a function decorated with @parwrap.rank_zero_only: call "
-                "state_dict() outside of that function, and save its result there."
+                "each holds a part of the state. But code inside @parwrap.rank_zero_only or rank_zero_first runs without the other ranks: "
+                "call state_dict() before that code, on all ranks, and save the result inside."
             )
         state = original()
         return state if self._is_whole(optimizer) else self._shards_of(optimizer).whole(state)

@@ -188,7 +188,7 @@ def counted():
         ({"nprocs": "two"}, r"^nprocs='two' is not a positive number of ranks"),
         (
             {"start_method": "thread"},
-            r"^start_method='thread' is not a valid value\. Choose one of: None: ranks are forked from the calling pr",
+            r"^start_method='thread' is not a valid value\. Choose one of: None: on Linux, ranks are forked from the c",
         ),
     ],
 )
@@ -264,7 +264,7 @@ def test_ranks_are_spawned_with_cloudpickle_once_cuda_has_started(monkeypatch):
     with pytest.raises(
         UsageError,
         match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, but cloudpickle, which sends functions to them, "
-        r"is not installed: pip install cloudpickle, or install parwrap\[notebook\]\. Or call it before anything starts CUDA",
+        r"is not installed: pip install cloudpickle, or parwrap\[notebook\]\. On Linux, ranks are forked and need no cloudpickle if",
     ):
         parwrap.launch(print, nprocs=2)
 

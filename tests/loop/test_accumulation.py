@@ -474,7 +474,7 @@ def test_gradients_that_are_changed_by_hand_are_said_once(by):
         by(w)
         optimizer.step()
 
-    with pytest.warns(UserWarning, match=r"gradients were changed between backward\(\) and step\(\)\. Inside a window") as said:
+    with pytest.warns(UserWarning, match=r"gradients were changed between backward\(\) and step\(\)\. With parwrap\.accumulate") as said:
         trained(changing, batches=12)
 
     assert len(said) == 1
