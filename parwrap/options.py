@@ -147,8 +147,8 @@ class Options:
             raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
         if self.powersgd_rank == 2:
             raise UsageError(
-                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Use 1, or 3 "
-                "and above."
+                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients that are matrices of rank "
+                "1. Use 1, or 3 and above."
             )
         if self.compress != "powersgd" and self._given("powersgd_rank"):
             raise UsageError(

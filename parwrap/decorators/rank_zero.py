@@ -199,8 +199,8 @@ def _wait(group: Group, key: str, what: str) -> str:
     while not store.has(key):
         if time.monotonic() > until:
             raise RankMismatchError(
-                f"rank 0 has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not called it. Call it on all ranks; "
-                "if it takes that long, raise @distributed(timeout=...)."
+                f"rank 0 has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not begun it. Run it on all ranks. "
+                "If it takes that long, set a larger @parwrap.distributed(timeout=...)."
             )
         time.sleep(nap)
         nap = min(nap * 1.5, NAP[1])

@@ -184,7 +184,9 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
     signals = getattr(plan.torchrun, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")  # torch 2.9 has no such option
     if unknown := [name for name in signals if name not in signal.Signals.__members__]:
-        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
+        raise UsageError(
+            f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}. Write names such as SIGTERM,SIGINT."
+        )
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )  # such as SIGHUP under nohup
@@ -206,7 +208,7 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
             "same on all nodes."
         )
     if isinstance(error, RendezvousClosedError):
-        return f"the job at {host} port {port} has ended. To start another one there, set a new --rdzv-id on all nodes."
+        return f"the job at {host} port {port} has ended. To start another job there, set a new --rdzv-id on all nodes."
     if isinstance(error, RendezvousTimeoutError) or "timed out" in text.lower():
         return (
             f"fewer than {plan.nodes[0]} nodes joined at {host} port {port} in time: check that all nodes were started with the same "

@@ -109,7 +109,8 @@ def launch(job: Job) -> int:
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:
             raise LaunchError(
-                f"{name}={loopback} is set here and passed to the job, but its nodes cannot reach each other there: unset it."
+                f"{name}={loopback} is set here and passed to the job, but the job's nodes cannot reach each other through a loopback "
+                "interface: unset the variable."
             )
     submitted = time.time()
     # also as options, because variables such as SBATCH_ACCOUNT override the script

@@ -138,8 +138,8 @@ class Accumulation(Interceptor):
         window = self._windows.setdefault(optimizer, _Window(optimizer))
         if window.backward == self.backwards:
             raise UsageError(
-                f"{script_place()} calls {type(optimizer).__name__}.step() without a backward since its last step, but "
-                "parwrap.accumulate adds up what backwards leave. Call loss.backward() before each step, or train this part without it."
+                f"{script_place()} calls {type(optimizer).__name__}.step() without a backward since its last step, but parwrap.accumulate "
+                "adds up the gradients of backwards. Call loss.backward() before each step, or train this part without parwrap.accumulate."
             )
         window.backward = self.backwards
         if window.steps == self._steps - 1:
@@ -218,8 +218,9 @@ class Accumulation(Interceptor):
         self._apply()
         if self.backwards and not self._stepped:
             raise UsageError(
-                f"accumulate({self._steps}) is for a loop that calls optimizer.step() after each backward, but none was called: the "
-                f"gradients of {self.backwards} backwards are {self._steps} times too small. Remove it, or step with an optimizer."
+                f"accumulate({self._steps}) is for a loop that calls optimizer.step() after each backward, but this loop never called "
+                f"step: the gradients of {self.backwards} backwards are {self._steps} times too small. Remove accumulate, or step with an "
+                "optimizer."
             )
 
     def end(self) -> None:

@@ -117,8 +117,8 @@ class Divisors(Interceptor):
             if first[0] ** 2 != first[1] * group.world.size:
                 raise RankMismatchError(
                     f"the loss at {script_place()} has {count} cross entropies on this rank and {first[0] / group.world.size:.3g} on "
-                    'average, so with batch="global" their divisors cannot be added up. Compute as many on every rank, with '
-                    'reduction="sum" divided by a number that all ranks share, or train with batch="per_rank".'
+                    'average over the ranks, so with batch="global" their divisors cannot be added up. Compute equally many on every rank, '
+                    'or use reduction="sum" and divide by a number that all ranks share, or train with batch="per_rank".'
                 )
             if count > 1:
                 dist.all_reduce(others, group=group.control)

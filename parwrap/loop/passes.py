@@ -265,10 +265,10 @@ class Passes:
         if len(found) == 1:
             return found.pop()
         raise UsageError(
-            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn others ahead "
-            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot tell which of "
-            "them this loss belongs to. Call backward before the next batch is drawn, or "
-            "choose a batch size that divides the dataset and the number of ranks."
+            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn several batches ahead "
+            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot tell which batch this loss belongs to. "
+            "Call backward before the next batch is drawn, or choose a batch size that divides the dataset and that the number of ranks "
+            "divides."
         )
 
     def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:

@@ -236,7 +236,7 @@ class Overlay:
 
     def _not_found(self, name: str, save: str, replaced: bool) -> str:
         line, _, number = save.rpartition(" #")
-        problem = "rank 0 has replaced or removed that file" if replaced else "rank 0 has not saved there as often"
+        problem = "rank 0 has replaced or removed that file" if replaced else "rank 0 has not saved at that line as often"
         return (
             f"{script_place()} loads {name}, which this rank saved at {os.path.basename(line)} (save {number} at that line). Only rank 0 "
             f"writes checkpoints, and {problem}: the ranks run different calls. Save and remove files alike on all ranks, or save in "

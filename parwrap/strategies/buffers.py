@@ -143,8 +143,8 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
             one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
             differ = f"{one} on rank 0 and {other} on rank {rank}"
         return RankMismatchError(
-            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. What only "
-            "rank 0 does belongs into a function decorated with @parwrap.rank_zero_only."
+            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. Put what only "
+            "rank 0 does into a function decorated with @parwrap.rank_zero_only."
         )
 
     agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)

@@ -169,8 +169,8 @@ class DDP(Strategy):
         """Refuse a step inside a backward: gradients are not averaged yet."""
         if self._thread is threading.current_thread() and not self._local:
             raise UsageError(
-                f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own. Step "
-                "after backward, without hooks on gradients that step."
+                f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own "
+                "gradients. Step after backward, without hooks on gradients that step."
             )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:

@@ -290,8 +290,8 @@ class ShardedTensors:
         def error(all_ranks: list[Any]) -> Exception:
             return RankMismatchError(
                 f"{place} gives a sharded tensor of shape {tuple(like.shape)} values that differ between ranks. With strategy='fsdp' each "
-                "rank keeps a part of them, so no rank's values would be right. Average them, `values = parwrap.reduce_mean(values)`, or "
-                "draw them inside `with parwrap.same_draws():`."
+                "rank keeps a part of the values, so the tensor would mix those of all ranks. Average the values, `values = "
+                "parwrap.reduce_mean(values)`, or draw them inside `with parwrap.same_draws():`."
             )
 
         agree(self._group, kind, int(checksums([whole])), lambda: None, error)
@@ -442,7 +442,7 @@ def refuse_alone(what: str) -> NoReturn:
 def refuse_hook(where: str) -> NoReturn:
     """Raise :class:`UsageError` for a hook that torch would not call."""
     raise UsageError(
-        f"a hook {where} would never see a gradient: with strategy='fsdp', gradients are reduced before they get there. Change p.grad "
+        f"a hook {where} would never see a gradient: with strategy='fsdp', gradients are reduced before a hook sees them. Change p.grad "
         "after backward(), or use strategy='ddp'."
     )
 

@@ -203,7 +203,7 @@ class ParameterServer(Strategy):
         if not optimizers.all():
             raise UsageError(
                 f"{script_place()} runs a backward before any optimizer is built, but strategy='parameter_server' needs the optimizer for "
-                "its steps: build it first. For updates by hand, use strategy='ddp'."
+                "its steps: build the optimizer first. For updates by hand, use strategy='ddp'."
             )
         new = [each for each in optimizers.all() if self._count(each) != len(list(parameters_of(each)))]
         if new:
@@ -321,8 +321,9 @@ class ParameterServer(Strategy):
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         if self._staleness is not None:
             raise UsageError(
-                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow, and "
-                f"with staleness={self._staleness} others would wait for it. Compute in bf16, without a loss scale, or remove staleness."
+                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow, and with "
+                f"staleness={self._staleness} the other workers would wait for that step. Compute in bf16, without a loss scale, or remove "
+                "staleness."
             )
 
     # values

@@ -325,6 +325,6 @@ def _arrived(state: Any, device: torch.device) -> Any:
 def _different_groups(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
     rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
     return RankMismatchError(
-        f"the groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {all_ranks[rank]}. Build the same optimizers "
-        "with the same parameters on every rank."
+        f"the param_groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {all_ranks[rank]}. Build the same "
+        "optimizers with the same parameters on every rank."
     )

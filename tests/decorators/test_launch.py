@@ -18,7 +18,10 @@ from parwrap.errors import LaunchError, UsageError
 from parwrap.inline import launching
 
 STATE = {"calls": 0}
-ELSEWHERE = r"^parwrap: nprocs=3 has no effect here, because the function runs on the 2 ranks that run\.$"
+ELSEWHERE = (
+    r"^parwrap: nprocs=3 has no effect here, because the function runs on the 2 ranks that are running already\. Remove nprocs=, or start "
+    r"the script as one process\.$"
+)
 
 
 def test_arguments_go_to_the_function():
@@ -279,7 +282,9 @@ def test_asking_the_driver_for_gpus_starts_cuda_too(monkeypatch):
 
 def test_a_daemonic_process_cannot_start_ranks(monkeypatch):
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    with pytest.raises(UsageError, match="a daemonic process of multiprocessing cannot start processes: call it in the main process"):
+    with pytest.raises(
+        UsageError, match="a daemonic process of multiprocessing cannot start processes: make this call in the main process"
+    ):
         parwrap.launch(print, nprocs=2)
 
 

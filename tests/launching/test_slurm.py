@@ -174,8 +174,8 @@ def test_a_loopback_of_this_machine_does_not_go_along_with_a_job_on_several(caps
 
     assert 2 == main(["--launcher", "slurm", "--nodes", "2", "train.py"])
     assert (
-        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but its nodes cannot reach each other there: "
-        "unset it.\n" == capsys.readouterr().err
+        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but the job's nodes cannot reach each other "
+        "through a loopback interface: unset the variable.\n" == capsys.readouterr().err
     )
 
 

@@ -631,7 +631,10 @@ def with_gradients_of_its_own(w, optimizer, number):
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (by_hand, r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, but none was called: the gradients"),
+        (
+            by_hand,
+            r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, but this loop never called step: the g",
+        ),
         (with_closure, r"test_accumulation.py:\d+ calls SGD.step\(closure\), which cannot be accumulated: the closure computes the"),
         (with_gradients_of_its_own, r"test_accumulation.py:\d+ calls SGD.step\(\) without a backward since its last step, but"),
     ],
