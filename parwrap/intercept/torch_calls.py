@@ -114,7 +114,7 @@ class Backward(NamedTuple):
 def _times(
     tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
 ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
-    """A root and its gradient, multiplied by ``factor``; an edge has no value to multiply."""
+    """A root of a backward and its gradient, whose product is multiplied by ``factor``: in the gradient for an edge, which has no value."""
     if isinstance(tensor, torch.Tensor):
         return tensor * factor, grad
     if grad is None:

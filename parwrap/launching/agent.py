@@ -218,10 +218,11 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
 
 
 def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
-    """A wrapper for torch's check of its processes. Torch's own check would wait forever for a value from a process that ended with 0.
+    """A wrapper for the method with which torch checks its processes: a process that ended with 0 has succeeded.
 
-    The wrapper also records processes that ended without a report, before torch ends the other processes. A failure on one of the
-    ``nodes`` fails the job on all nodes, and no node finishes before the others.
+    Torch's own check would wait forever for the return value of such a process. The wrapper also records processes that ended without a
+    report, before torch ends the other processes. A failure on one of the ``nodes`` fails the job on all nodes, and no node finishes before
+    the others.
     """
 
     def record(environ: dict[str, str], code: int) -> None:
@@ -262,7 +263,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
 
 
 def _all_left(failures: Path) -> bool:
-    """Whether the failed ranks ended with ``sys.exit`` or similar, so that other ranks may be about to do the same."""
+    """Whether all failed ranks ended with ``sys.exit`` or similar, so that other ranks may be about to do the same."""
     return all(failure.ending == "exited" for failure in read_failures(failures))
 
 

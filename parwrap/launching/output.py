@@ -231,7 +231,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 
 def _last(line: bytes) -> bytes:
-    """What a terminal finally shows of ``line``."""
+    """What a terminal shows of ``line`` at the end: what follows its last carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

@@ -414,7 +414,7 @@ def look_for(target: str, arguments: argparse.Namespace) -> None:
 
 
 def _needs_no_agent(arguments: argparse.Namespace) -> bool:
-    """Whether the command asks for nothing that needs torch's agent: several nodes, a plain launch, restarts or log files."""
+    """Whether the command asks for none of what needs torch's agent: several nodes, a plain launch, restarts or log files."""
     logs = arguments.log_dir or _torchrun_logs(arguments)
     return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
 
@@ -425,7 +425,7 @@ def _torchrun_logs(arguments: argparse.Namespace) -> bool:
 
 
 def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
-    """The variables, unless the user has set them, that divide cores among ranks, fix the hash seed, and keep one node on its loopback."""
+    """The variables that divide cores among ranks, fix the hash seed, and keep one node on its loopback. The user's own win."""
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     if arguments.rdzv_backend == ONE_NODE:
         variables |= LOOPBACK

@@ -290,7 +290,7 @@ def _print_from(position: int, log: str) -> int:
 
 
 class _Refused(Exception):
-    """One of SLURM's programs failed, with this message."""
+    """One of SLURM's programs failed. The text is what it printed."""
 
 
 def _slurm(*command: str, given: str | None = None) -> str:

@@ -100,7 +100,7 @@ class Optimizers(Interceptor):
                 self._built_since_step.append(self._all[-1])
 
     def _trains_batch(self, optimizer: Optimizer) -> bool:
-        """Whether every ``nn.Parameter`` of ``optimizer`` was made inside the training pass. False if it is built late, for older ones."""
+        """Whether every ``nn.Parameter`` of ``optimizer`` was made inside the training pass. False for an optimizer of older parameters."""
         return all(p in self._made_in or not isinstance(p, nn.Parameter) for p in parameters_of(optimizer))
 
     # what belongs to a batch (rule 6)

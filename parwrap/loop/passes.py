@@ -266,9 +266,9 @@ class Passes:
             return found.pop()
         raise UsageError(
             f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn several batches ahead "
-            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot tell which batch this loss belongs to. "
-            "Call backward before the next batch is drawn, or choose a batch size that divides the dataset and that the number of ranks "
-            "divides."
+            f"({', '.join(str(batch.samples) for batch in batches)} samples). Their weights differ, and parwrap cannot tell which batch "
+            "this loss belongs to. Call backward before the next batch is drawn, or choose a batch size that divides the dataset and that "
+            "the number of ranks divides."
         )
 
     def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:

@@ -90,7 +90,10 @@ class KeptReadable:
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _release(self) -> None:
-        """Close the descriptor of a removed file, once all other ranks have made more changes than rank 0 had when it was removed."""
+        """Close the descriptors of removed files that no rank needs any more.
+
+        That is so once every other rank has made more changes than rank 0 had made when it removed the file.
+        """
         slowest = self._progress.slowest()
         for descriptor in list(self._kept):
             if os.fstat(descriptor).st_nlink == 0 and slowest > self._lost_at.setdefault(descriptor, self._progress.done):

@@ -193,7 +193,7 @@ class Sites:
             if not torch.equal(before, checksums([leaf])):
                 warn(
                     f"parwrap: the backward at {place} does not average the gradient of a tensor of shape {tuple(leaf.shape)} that the "
-                    "script changes by hand, because the tensor is no nn.Parameter and no optimizer has it. Each rank trains its own. To "
+                    "script changes by hand. The tensor is no nn.Parameter and no optimizer has it, so each rank trains its own. To "
                     "average the gradient, write nn.Parameter(tensor)."
                 )
 

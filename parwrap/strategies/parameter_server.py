@@ -321,7 +321,7 @@ class ParameterServer(Strategy):
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         if self._staleness is not None:
             raise UsageError(
-                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow, and with "
+                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow. With "
                 f"staleness={self._staleness} the other workers would wait for that step. Compute in bf16, without a loss scale, or remove "
                 "staleness."
             )
@@ -497,6 +497,6 @@ def _pickled(states: list[dict[str, Any]], result: Any) -> bytes:
     except Exception as error:
         warn(
             f"parwrap: the result of the function cannot be pickled ({error}), so the function returns None on the parameter servers. "
-            "Workers return it. To have it on servers too, return numbers, tensors, or lists and dicts of these."
+            "Workers return the result. To return it on servers too, return numbers, tensors, or lists and dicts of these."
         )
         return pickle.dumps((states, None))
