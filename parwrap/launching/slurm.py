@@ -248,8 +248,8 @@ def _follow(number: str, where: list[str], since: float) -> int:
             _print_from(read, status.log)
             if status.ran and not os.path.exists(status.log):
                 print_line(
-                    f"cannot read the log of job {number} from here: it is {status.log} on its first node; set --output to a path that "
-                    "all nodes share"
+                    f"cannot read the log of job {number} from here: the log is {status.log} on the first node of the job. Set --output to "
+                    "a path that all nodes share"
                 )
             return status.code
 

@@ -227,8 +227,8 @@ def test_a_log_that_this_machine_cannot_read(programs, capsys, tmp_path, monkeyp
 
     assert (
         "parwrap.run: job 7 ended: FAILED, exit code 181\n"
-        "parwrap.run: cannot read the log of job 7 from here: it is my work/slurm-7.out on its first node; set --output to a path that "
-        "all nodes share\n"
+        "parwrap.run: cannot read the log of job 7 from here: the log is my work/slurm-7.out on the first node of the job. Set --output "
+        "to a path that all nodes share\n"
     ) == followed(capsys, 181)
     programs(scontrol=f"cat <<'END'\n{printed.replace('NodeList=n1', 'NodeList=(null)')}END")
     assert "parwrap.run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)
