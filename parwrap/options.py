@@ -53,7 +53,7 @@ CHOICES: dict[str, dict[Any, str]] = {
         "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
     },
     "start_method": {
-        None: "ranks are forked from the calling process, or spawned once CUDA has started there",
+        None: "on Linux, ranks are forked from the calling process until CUDA has started there; otherwise they are spawned",
         "fork": "ranks inherit everything in this process, and compute with one thread each",
         "spawn": "ranks are new interpreters, which receive what the function uses",
     },
@@ -147,8 +147,8 @@ class Options:
             raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
         if self.powersgd_rank == 2:
             raise UsageError(
-                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Use 1, or 3 "
-                "and above."
+                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients that are matrices of rank "
+                "1. Use 1, or 3 and above."
             )
         if self.compress != "powersgd" and self._given("powersgd_rank"):
             raise UsageError(

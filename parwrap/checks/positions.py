@@ -278,8 +278,10 @@ class Positions:
         return LockstepError(
             f"the ranks have come apart{f', because {why}' if why else ''}:\n"
             + "\n".join(lines)
-            + "\nEvery rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide "
-            "together: `if parwrap.any_rank(stop): break`. Draw such a decision inside `with parwrap.same_draws():`."
+            + (
+                "\nEvery rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide "
+                "together: `if parwrap.any_rank(stop): break`. If the decision is random, draw it inside `with parwrap.same_draws():`."
+            )
         )
 
     def _read(self, index: int) -> Page:

@@ -85,15 +85,15 @@ def different_data(differ: Iterable[int], place: Place) -> None:
     worst = min(differ)
     if worst == TEXTS:
         warn(
-            f"parwrap: {place} reads datasets that hold different texts or paths on different ranks. If they do not name the same samples "
+            f"parwrap: {place} reads datasets that hold different texts or paths on different ranks. If these do not name the same samples "
             "in the same order, sort them: sorted(os.listdir(folder))."
         )
         return
     raise RankMismatchError(
-        f"the ranks have read {WHAT[worst]} in the pass at {place}. Each rank takes its share of what all ranks hold alike, so samples "
-        "would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, with "
-        "`with parwrap.same_draws():` around what draws it. If the dataset was collected in a training pass, each rank has a share of it "
-        "only: gather it first: `torch.cat(parwrap.gather(tensor))`."
+        f"the ranks have read {WHAT[worst]} in the pass at {place}. Ranks divide what all of them hold, so where their data differs, "
+        "samples would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, and "
+        "draw inside `with parwrap.same_draws():`. If the dataset was collected in a training pass, each rank has only a share: gather the "
+        "dataset first, `torch.cat(parwrap.gather(tensor))`."
     )
 
 

@@ -185,8 +185,9 @@ class SameWeights:
             if not self._said:
                 self._said = True
                 warn(
-                    f"parwrap: weights differ by rounding between ranks, because their processors round in other ways "
-                    f"({', '.join(sorted({each.processor for each in differing}))}). Rank 0's are used at every check of weights."
+                    "parwrap: weights differ by rounding between ranks, because their processors round differently "
+                    f"({', '.join(sorted({each.processor for each in differing}))}). Rank 0's weights are used at every check, so there is "
+                    "nothing to do."
                 )
 
     def _error(self, all_ranks: Sequence[_Weights], owned: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]) -> Exception | None:
@@ -201,8 +202,8 @@ class SameWeights:
         for rank, theirs in enumerate(rest, 1):
             if len(theirs.owned) != len(first.owned):
                 return RankMismatchError(
-                    f"rank 0 trains {len(first.owned)} parameters {when}, but rank {rank} {len(theirs.owned)}. Build the same models "
-                    "and optimizers on every rank."
+                    f"rank 0 trains {len(first.owned)} parameters {when}, but rank {rank} trains {len(theirs.owned)}. Build the same "
+                    "models and optimizers on every rank."
                 )
             if theirs.options != first.options:
                 return RankMismatchError(

@@ -122,7 +122,9 @@ class pad_collate:
         value = self._value(name)
         batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
         if not batch.is_floating_point() and batch.new_full((), value).item() != value:
-            raise UsageError(f"sequences of {batch.dtype} cannot be padded with {value!r}: choose another pad_value, or convert them.")
+            raise UsageError(
+                f"sequences of {batch.dtype} cannot be padded with {value!r}: choose another pad_value, or convert the sequences."
+            )
         for row, tensor in zip(batch, tensors, strict=True):
             row[: len(tensor)] = tensor
         return batch

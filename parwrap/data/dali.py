@@ -110,8 +110,8 @@ class Pipelines(Sources):
         self._warned.add((place, is_part))
         remedy = "read it without random_shuffle= and shuffle_after_epoch=" if is_part else "wrap the loop in torch.no_grad()"
         warn(
-            f"parwrap: {place} read a DALI pipeline, and no backward followed: what was computed is of this rank's share. For every rank "
-            f"to read everything, {remedy}."
+            f"parwrap: {place} read a DALI pipeline, and no backward followed: what was computed covers only this rank's share. For every "
+            f"rank to read everything, {remedy}."
         )
 
     def _digits(self, iterator: Any, readers: Mapping[str, list[Mapping[str, Any]]]) -> tuple[int, ...]:

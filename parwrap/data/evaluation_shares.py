@@ -160,7 +160,7 @@ class Evaluation(Interceptor):
         if self.within:
             raise UsageError(
                 "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result "
-                "already covers all ranks: decorate only one of them."
+                "already covers all ranks: decorate only one of the two."
             )
         _refuse_unreadable(loader)
         self._begins(loader)
@@ -220,7 +220,7 @@ class Evaluation(Interceptor):
             return
         raise UsageError(
             f"{script_place()} calls backward inside a function decorated with @parwrap.evaluate, where ranks read different numbers of "
-            "batches: train outside of it, or remove the decorator. For the gradient of an input, use torch.autograd.grad."
+            "batches: train outside of that function, or remove the decorator. For the gradient of an input, use torch.autograd.grad."
         )
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
@@ -232,9 +232,9 @@ class Evaluation(Interceptor):
         readers = min(self.readers, batches) or self.readers
         if readers < self.readers and any(reading.planned for reading in self.readings):
             raise UsageError(
-                f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a "
-                "larger one. Some ranks have a part of the larger one but no part of this one: read the smallest loader first, or "
-                "decorate one function per loader."
+                f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a larger "
+                "one. Some ranks have a part of the larger loader, but no batch of this one: read the smallest loader first, or decorate "
+                "one function per loader."
             )
         self.readers = readers
         return readers
@@ -289,8 +289,8 @@ def _refuse_unreadable(loader: DataLoader) -> None:
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
-            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which repeats or drops "
-            "samples: remove it, because @parwrap.evaluate divides the samples itself and uses each one once."
+            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which repeats or drops samples: "
+            "remove that sampler, because @parwrap.evaluate divides the samples itself and uses each one once."
         )
     draws: Any = sampler if loader.batch_sampler is None else loader.batch_sampler
     if not isinstance(loader.dataset, IterableDataset) and hasattr(draws, "__len__") and len(draws) > MOST:

@@ -377,7 +377,9 @@ def _number(value: Any, length: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise UsageError(f"length={length!r} returned {value!r} for a sample, which is not a number of tokens.") from None
+        raise UsageError(
+            f"length={length!r} returned {value!r} for a sample, which is not a number of tokens: return an integer."
+        ) from None
 
 
 def _field(sample: Any, name: Any) -> Any:
@@ -385,7 +387,10 @@ def _field(sample: Any, name: Any) -> Any:
         found = sample[name]
         len(found)
     except (KeyError, IndexError, TypeError):
-        raise UsageError(f"length={name!r} does not name a field with a length. Samples are of type {type(sample).__name__}.") from None
+        raise UsageError(
+            f"length={name!r} does not name a field with a length in samples of type {type(sample).__name__}: pass the name or index of "
+            "one, or a function that returns the length of a sample."
+        ) from None
     return found
 
 

@@ -290,8 +290,8 @@ class Loaders(Sources, Interceptor):
         known.trained -= 1
         warn(
             f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
-            "is of one rank's share. From now on every rank reads everything at this line. To have that from the first pass on, put the "
-            "loop into torch.no_grad(). If you keep the batches to train on them later, write parwrap.shard(loader)."
+            "covers only this rank's share. From now on every rank reads everything at this line. To read everything from the first pass "
+            "on, put the loop into `with torch.no_grad():`. If you keep the batches to train on them later, write parwrap.shard(loader)."
         )
 
     def drops(self) -> bool:
@@ -348,7 +348,8 @@ class Loaders(Sources, Interceptor):
         if self._options().batch == "global" and (loader.batch_size or loader.batch_sampler) is not None:
             raise UsageError(
                 f'batch="global" divides each batch among the ranks, but the {type(sampler).__name__} of a DataLoader has divided the '
-                "dataset already, in its own way. Make it with num_replicas=1 and rank=0, so that every rank draws the whole batches."
+                "dataset already, in its own way. Make that sampler with num_replicas=1 and rank=0, so that every rank draws the whole "
+                "batches."
             )
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, size: int) -> DistributedSampler:
@@ -467,8 +468,9 @@ class Loaders(Sources, Interceptor):
         if seed is not None and (options.batch == "global" or options.uneven == "join"):
             option = "batch='global'" if options.batch == "global" else "uneven='join'"
             raise UsageError(
-                f"{script_place()} loads a state that a StatefulDataLoader had in the middle of a pass, but with {option} a pass cannot go "
-                "on there: its samples would be others. Save the state at the end of a pass, or use batch='per_rank' and another uneven=."
+                f"{script_place()} loads a state that a StatefulDataLoader had in the middle of a pass, but with {option} a pass cannot "
+                "continue there: it would read other samples. Save the state at the end of a pass, or use batch='per_rank' and another "
+                "uneven=."
             )
         known.resumed, known.copy = seed, None
         if drawn is not None and generator is not None:

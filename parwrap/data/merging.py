@@ -214,9 +214,9 @@ class _Merge:
             weights = weights or counts
             if not _proportional(counts, weights):
                 raise UsageError(
-                    "evaluate(reduce='mean'): the function reads several loaders, and the ranks' parts of them have different "
-                    f"proportions ({weights} and {counts} samples), so it is unclear how to weight the result: decorate one function per "
-                    "loader, or use reduce='sum'."
+                    "evaluate(reduce='mean'): the function reads several loaders, and the ranks' parts of them have different proportions "
+                    f"({weights} and {counts} samples). So it is unclear how to weight the result: decorate one function per loader, or "
+                    "use reduce='sum'."
                 )
             if any(each.rows for each in passed) and not _proportional([each.rows for each in passed], counts):
                 raise UsageError(
@@ -253,7 +253,8 @@ class _Merge:
             if not _proportional(rows, counts) and set(rows) == {sum(counts)}:
                 raise UsageError(
                     f"evaluate(reduce='gather'): {name} has {rows[0]} rows on each rank, as many as there are samples on all ranks "
-                    "together. It seems to be allocated for all the data, with each rank filling only a part: append to a list instead."
+                    "together. This result seems to be allocated for all the data, of which each rank fills only a part: append to a list "
+                    "instead."
                 )
             return None
         what = "a stream" if len(self._passes) == 1 else "several loaders"

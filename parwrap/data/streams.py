@@ -140,7 +140,7 @@ def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -
         if divides_batches:
             raise UsageError(
                 f'{script_place()} reads a stream that split_dataset_by_node has divided among the ranks, but batch="global" divides each '
-                "batch of the whole. Remove the split: parwrap divides the stream."
+                "batch of the whole stream. Remove the split: parwrap divides the stream."
             )
         return {}
     if _is_hugging_faces(loader.dataset) and not divides_batches:
@@ -208,7 +208,8 @@ class EndsTogether:
         if self._last is NOTHING and any(counts) and not all(counts):
             raise UsageError(
                 f"{script_place()} trains on a stream of which rank {counts.index(0)} has no batch, because the stream has fewer shards "
-                "than there are ranks. Write more shards, or let parwrap divide it: remove parwrap.replicate and ask for no rank in it."
+                "than there are ranks. Write more shards, or let parwrap divide it: remove parwrap.replicate, and do not ask for the rank "
+                "in the dataset."
             )
         if not any(counts) or (self._uneven == "drop" and not all(counts)):
             raise StopIteration

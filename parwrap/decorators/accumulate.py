@@ -55,9 +55,9 @@ class accumulate(ScopeDecorator):
         if _open:
             if self._steps != _open[-1]:
                 raise UsageError(
-                    f"parwrap.accumulate({self._steps}) cannot be opened inside parwrap.accumulate({_open[-1]}), because a batch belongs "
-                    "to only one window. Use the same steps for both, or remove one of them. The option --accumulate counts as one of "
-                    "them too."
+                    f"parwrap.accumulate({self._steps}) cannot be opened inside parwrap.accumulate({_open[-1]}), because each batch counts "
+                    "for one step only. Use the same number for both, or remove one of the two. The option --accumulate is one of the two "
+                    "if the command line has it."
                 )
             yield
             return

@@ -75,8 +75,8 @@ class data_parallel(ScopeDecorator):
         for device in self._named or ():
             if device.type == "cuda" and (device.index or 0) >= gpus:
                 raise UsageError(
-                    f"parwrap.data_parallel names {device}, but torch sees {gpus} GPUs here: choose others, or remove the devices to use "
-                    "all GPUs."
+                    f"parwrap.data_parallel names {device}, but torch sees {gpus} GPUs here: choose other devices, or name none to use all "
+                    "GPUs."
                 )
         if self._named is None and (current() is not None or gpus < 2):
             yield
@@ -105,5 +105,8 @@ def _devices(device_ids: Any) -> tuple[torch.device, ...]:
             raise UsageError(f"device_ids names {each!r}, but parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.")
         devices.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))
     if len({device.type for device in devices}) > 1:
-        raise UsageError(f"device_ids={list(device_ids)!r} mixes the CPU with GPUs: parts of equal size would take far longer on the CPU.")
+        raise UsageError(
+            f"device_ids={list(device_ids)!r} mixes the CPU with GPUs: parts of equal size would take far longer on the CPU. Name devices "
+            "of one kind."
+        )
     return tuple(devices)

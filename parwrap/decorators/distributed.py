@@ -78,10 +78,10 @@ __all__ = [
 NOT_HERE = {
     **dict.fromkeys(
         ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
-        "pass the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= to start them from a plain process",
+        "pass the number of ranks to parwrap.run as --nproc-per-node, or here as nprocs= to start ranks from a plain process",
     ),
     **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
-    "epochs": "it is an argument of your function",
+    "epochs": "make it an argument of your function",
 }
 """Options of other tools that users may pass to ``distributed``, each with advice."""
 
@@ -177,7 +177,10 @@ class distributed(ScopeDecorator):
         if _there_are_ranks():
             size = groups.world_size()
             if nprocs not in ("gpu", "cpu", "auto", size):
-                warn(f"parwrap: nprocs={nprocs} has no effect here, because the function runs on the {counted(size, 'rank')} that run.")
+                warn(
+                    f"parwrap: nprocs={nprocs} has no effect here, because the function runs on the {counted(size, 'rank')} that are "
+                    "running already. Remove nprocs=, or start the script as one process."
+                )
             return None
         size = number_of_ranks(nprocs, self._options.backend)
         return None if size == 1 else functools.partial(_on_new_ranks, call, size, self._options)
@@ -610,7 +613,7 @@ def _stand_aside(what: str, rank: int = 0) -> None:
     """Say on rank 0 that parwrap only starts the ranks."""
     if rank == 0:
         print(
-            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: it only starts the ranks. Remove the script's own "
+            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own "
             "distributed code to let parwrap shard loaders and average gradients.",
             file=sys.stderr,
         )

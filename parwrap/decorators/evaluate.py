@@ -72,8 +72,9 @@ class evaluate(ScopeDecorator):
               process.
             - a function of the list of the ranks' results, in their order; on one rank, a list of one.
             - a dict or tuple of these, one for each entry of the result.
-        check: compare the first result with that of all the data. Compare again if the parts were too similar to tell, and for datasets of
-            another length. ``False`` divides the data unchecked.
+        check: compare the first result with that of all the data, and once for datasets of every other length, up to 16 lengths. If the
+            ranks' parts gave results so alike that a wrong ``reduce`` would not show, up to two more calls are compared. ``False`` divides
+            the data unchecked.
 
     Raises:
         UsageError: ``reduce`` is missing or has another value, the function trains, or its results cannot be merged exactly.
@@ -202,7 +203,9 @@ class _JointCall:
             return [each for each, _, _ in gathered]
         rank, text, sent = failed
         if error is None:
-            error = RankMismatchError(f"rank {rank} failed with {text} in {self.name}, which all ranks evaluate together.")
+            error = RankMismatchError(
+                f"rank {rank} failed with {text} in {self.name}, which all ranks evaluate together. Mend the error of that rank."
+            )
             if sent is not None:
                 sent.__cause__, error = error, sent
         raise _FailedError(error, f"rank {rank} failed with {text}")
@@ -252,7 +255,7 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
         if _running[-1].readings:
             raise UsageError(
                 "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result "
-                "already covers all ranks: decorate only one of them."
+                "already covers all ranks: decorate only one of the two."
             )
         _running[-1].within = True
     lengths = call.lengths()
@@ -278,8 +281,8 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
 def _differ(call: _JointCall, all_ranks: list[Any]) -> RankMismatchError:
     other = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
     return RankMismatchError(
-        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {all_ranks[other][2]} on rank {other}. All ranks must "
-        "evaluate the same data, of which each reads a part."
+        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {all_ranks[other][2]} on rank {other}. Build the same "
+        "datasets on every rank: each rank reads a part of them."
     )
 
 
@@ -344,11 +347,14 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
     return merged(call.reduce, parts), [part.result for part in parts]
 
 
-NOTHING_READ = "parwrap: {} did not read a DataLoader, so every rank computed all of it and returns its own result."
+NOTHING_READ = (
+    "parwrap: {} did not read a DataLoader, so every rank computed all of it and returns its own result. Read a DataLoader inside the "
+    "function, or remove @parwrap.evaluate."
+)
 
 REMEDY = (
     'To divide the work, return the inputs of the metric, such as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
-    "compute, keep and print the metric outside the function. To divide it without this check, pass check=False."
+    "compute, keep and print the metric outside the function. To divide the work without this check, pass check=False."
 )
 
 
@@ -385,7 +391,7 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
                 if effects.prints_other():
                     warn(
                         f"parwrap: {call.name} prints something different for a rank's part of the data than for all of it. From the next "
-                        "call on, it prints the numbers of rank 0's part. Print its result instead."
+                        "call on, it prints the numbers of rank 0's part. Print the result outside of the function instead."
                     )
                 return shared
             hindrance = _not_equal(call, differing, whole, parts)

@@ -66,7 +66,11 @@ def _explained(file: str | None, module: str | None) -> Iterator[None]:
     if loop is None:
         yield
         if rank() == 0 and world_size() == 1:
-            print("parwrap: one rank runs, so it reads, trains and writes as without parwrap", file=sys.stderr)
+            print(
+                "parwrap: one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start "
+                "several, as with --nproc-per-node 2",
+                file=sys.stderr,
+            )
         return
     watcher = _Watcher(loop)
     patches = [

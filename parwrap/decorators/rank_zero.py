@@ -171,7 +171,8 @@ def _waiting_group(name: str) -> Group | None:
     group = open_group()
     if group is not None and group.store is None:
         raise UsageError(
-            f"parwrap.{name} needs parwrap's own process group, but the script has started another one: use torch.distributed there."
+            f"parwrap.{name} needs parwrap's own process group, but this script has started one itself. Leave out its init_process_group, "
+            "or use calls of torch.distributed instead, such as barrier or broadcast_object_list."
         )
     return None if group is None or group.world.size == 1 else group
 
@@ -198,8 +199,8 @@ def _wait(group: Group, key: str, what: str) -> str:
     while not store.has(key):
         if time.monotonic() > until:
             raise RankMismatchError(
-                f"rank 0 has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not called it. Call it on all ranks; "
-                "if it takes that long, raise @distributed(timeout=...)."
+                f"rank 0 has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not begun it. Run it on all ranks. "
+                "If it takes that long, set a larger @parwrap.distributed(timeout=...)."
             )
         time.sleep(nap)
         nap = min(nap * 1.5, NAP[1])

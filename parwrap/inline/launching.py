@@ -161,9 +161,9 @@ def _refuse_fork(who: str) -> None:
     if not hasattr(os, "fork"):
         problem = "this system cannot fork: start ranks with `python -m parwrap.run`"
     elif multiprocessing.current_process().daemon:
-        problem = "a daemonic process of multiprocessing cannot start processes: call it in the main process"
+        problem = "a daemonic process of multiprocessing cannot start processes: make this call in the main process"
     elif _cuda_has_started():
-        problem = "CUDA has started here, and does not work after a fork: call it before anything is on a GPU and before "
+        problem = "CUDA has started here, and does not work after a fork: make this call before anything is on a GPU and before "
         problem += "torch.cuda.is_available() is called, or use start_method='spawn'"
     else:
         return

@@ -267,7 +267,7 @@ def warn_of_changes(names: list[str]) -> None:
     place = script_place()
     warnings.warn_explicit(
         f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors, "
-        "models, optimizers and schedulers are changed here too: return what you need of the rest.",
+        "models, optimizers and schedulers are copied back: return whatever else you need.",
         UserWarning,
         place.file,
         place.line,

@@ -156,5 +156,6 @@ def _cloudpickle(who: str) -> ModuleType:
     except ImportError:
         raise UsageError(
             f"{who} starts ranks in new interpreters here, but cloudpickle, which sends functions to them, is not installed: pip install "
-            "cloudpickle, or install parwrap[notebook]. Or call it before anything starts CUDA: then ranks are forked, and do not need it."
+            "cloudpickle, or parwrap[notebook]. On Linux, ranks are forked and need no cloudpickle if the call comes before anything "
+            "starts CUDA and start_method='spawn' is not passed."
         ) from None

@@ -173,7 +173,7 @@ def _first_difference(
 
 
 OTHER_STEPS = (
-    "the runs take other ways: a number that was computed from a share, such as a count of correct samples, decides on them. Add it up "
+    "the runs take different branches: a number that was computed from a share, such as a count of correct samples, decides. Add it up "
     "first, `parwrap.reduce_sum(correct)`, or read a loss after its backward"
 )
 OTHER_START = (
@@ -269,8 +269,8 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         reasons.append(OTHER_STEPS)
     elif one.batches != several.batches:
         reasons.append(
-            f"the step follows {counted(one.batches, 'batch')} on one process and {several.batches} {on_ranks}: a loss scale "
-            "has left out other steps, because float16 overflows elsewhere in parts of a batch, or a number of a share decides"
+            f"the step follows {counted(one.batches, 'batch')} on one process and {several.batches} {on_ranks}: a loss scale has skipped "
+            "other steps, because float16 overflows elsewhere in parts of a batch, or a number that was computed from a share decides"
         )
     elif one.samples != several.samples:
         reasons.append(
@@ -289,8 +289,8 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         reasons.append(f"every gradient is 1/{ranks} of that of one process: the loss is a sum over the samples. --loss sum adds them up")
     elif factor is not None and not math.isclose(factor, 1, rel_tol=1e-3):
         reasons.append(
-            f"every gradient is {factor:.4g} times that of one process: the loss is divided by another number than its samples. Divide by "
-            "the number of all ranks, `parwrap.mean_over_ranks(sum, count)`"
+            f"every gradient is {factor:.4g} times that of one process: the loss is divided by a number other than that of its samples. "
+            "Divide by the number of all ranks, `parwrap.mean_over_ranks(sum, count)`"
         )
     if one.draws_training or several.draws_training:
         reasons.append(

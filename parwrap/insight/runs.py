@@ -59,7 +59,10 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     arguments = parse_options(parser, given, script)
     for name in NOT_COMPARED:
         if getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect here: the script runs on ranks of this machine, several times.")
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect here: the script runs on ranks of this machine, several times. Remove the "
+                "option."
+            )
     look_for(arguments.training_script, arguments)
     options, rest = [], list(given)
     while rest:

@@ -130,7 +130,7 @@ def _point(ranks: int, asked: Asked) -> Point:
         if not file.exists():
             raise UsageError(
                 f"{asked.script[0]} has ended before {WARM_UP + settings.steps} steps of an optimizer on {counted(ranks, 'rank')}: choose "
-                "fewer --steps, or let it train longer."
+                "fewer --steps, or let the script train longer."
             )
         timed: dict[str, Any] = json.loads(file.read_text())
     if not timed["samples"]:

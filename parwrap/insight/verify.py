@@ -122,7 +122,10 @@ def verify(
 
         one = run("one", 1, [])
         if not one.steps:
-            raise UsageError(f"{describe(plain)} has taken no step of an optimizer in one process: there is nothing to compare.")
+            raise UsageError(
+                f"{describe(plain)} has taken no step of an optimizer in one process: there is nothing to compare. Step with an optimizer "
+                "of torch.optim."
+            )
         synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
         several = run("several", nprocs, [distributed(**{"batch": "global", "seed": seed, **options}), *synchronized])
         return compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
@@ -193,7 +196,10 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
     if one.failed:
         raise UsageError(f"the script fails on one process after {counted(len(one.steps), 'step')}:\n{run.last()}")
     if not one.steps:
-        raise UsageError(f"{asked.script[0]} has ended without a step of an optimizer on one process: there is nothing to compare.")
+        raise UsageError(
+            f"{asked.script[0]} has ended without a step of an optimizer on one process: there is nothing to compare. Step with an "
+            "optimizer of torch.optim."
+        )
     given = asked.arguments
     asks, tolerance = hasattr(given, "sync_bn"), given.tolerance
     if tolerance is None:
@@ -214,11 +220,11 @@ def _refuse_numbers(steps: int, ranks: Any) -> None:
 def _refuse(asked: argparse.Namespace) -> None:
     _refuse_numbers(asked.steps, asked.nproc_per_node or 2)
     if asked.against not in (None, "ddp"):
-        raise UsageError(f"--against {asked.against}: verify compares with one process, or with --against ddp.")
+        raise UsageError(f"--against {asked.against} is not possible: verify compares with one process, or with DDP by --against ddp.")
     if asked.against and getattr(asked, "batch", "per_rank") != "per_rank":
         raise UsageError("--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.")
     if not asked.against and getattr(asked, "batch", "global") != "global":
-        raise UsageError("--batch per_rank trains on larger batches than one process, so its numbers are others: remove it.")
+        raise UsageError("--batch per_rank trains on larger batches than one process, so the numbers differ: remove it.")
     strategy = getattr(asked, "strategy", "ddp")
     if strategy not in ("ddp", "zero1"):
         raise UsageError(f"verify compares weights after each step, which --strategy {strategy} averages later or never: use ddp or zero1.")

@@ -66,7 +66,7 @@ def _readers(ops: Any, interceptor: PipelineInterceptor) -> Patch:
 
 
 def _made_anew(ops: Any, operator: Any, arguments: dict[str, Any]) -> Any:
-    """A copy of ``operator`` with other ``arguments``, because its specification accepts each argument only once."""
+    """A copy of ``operator`` with ``arguments``. Arguments cannot be changed in place: a specification accepts each only once."""
     made = copy.copy(operator)
     made._spec = ops._b.OpSpec(operator._internal_schema_name or ops._schema_name(type(operator)))
     made._spec.AddArg("device", operator.device)

@@ -90,7 +90,10 @@ def note_loaded_modules() -> None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _owner(name: str, module_id: int) -> str | None:
-    """The installed package of the module ``name``, or ``""`` if the module is the user's; ``None`` if it is never searched."""
+    """The name of the installed package that the module ``name`` is part of, or ``""`` if the module is the user's.
+
+    ``None`` if names in the module are never replaced, as in the standard library, torch and parwrap.
+    """
     if name == "__main__":
         return ""  # it has no file in a notebook
     package = name.partition(".")[0]

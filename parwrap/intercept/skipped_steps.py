@@ -83,7 +83,7 @@ def _closure(args: tuple, kwargs: dict) -> Callable | None:
 
 
 def _in_own_step(optimizer: Optimizer) -> bool:
-    """Whether the running hook belongs to ``super().step()`` inside a step of ``optimizer``. Torch may have added hooks to both."""
+    """Whether the running hook belongs to a ``super().step()`` inside a step of ``optimizer``. Torch may have added hooks to both steps."""
     if sum(hasattr(vars(kind).get("step"), "hooked") for kind in type(optimizer).__mro__) < 2:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -95,7 +95,7 @@ def _in_own_step(optimizer: Optimizer) -> bool:
 
 
 def _image(optimizer: Optimizer) -> Any:
-    """An optimizer with the same options but no parameters. State that its ``step`` changes is lost."""
+    """A copy of ``optimizer`` without parameters, whose ``step`` changes nothing that stays: changes of its state are lost."""
     image = object.__new__(type(optimizer))  # copy.copy would lose attributes
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     vars(image).update({**vars(optimizer), "param_groups": groups, "state": copy.copy(optimizer.state), MARK: True})
@@ -104,7 +104,7 @@ def _image(optimizer: Optimizer) -> Any:
 
 @contextmanager
 def _hooked(hook: Any, after: bool = False) -> Iterator[None]:
-    """Torch runs ``hook`` before all others on every step inside the block."""
+    """Inside the block, torch runs ``hook`` on every step: before the step or, with ``after``, after it, and before all other hooks."""
     handle = (register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook)(hook)
     (global_post_hooks if after else global_pre_hooks).move_to_end(handle.id, last=False)
     try:

@@ -114,7 +114,7 @@ class Backward(NamedTuple):
 def _times(
     tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
 ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
-    """A root and its gradient, multiplied by ``factor``; an edge has no value to multiply."""
+    """A root of a backward and its gradient, whose product is multiplied by ``factor``: in the gradient for an edge, which has no value."""
     if isinstance(tensor, torch.Tensor):
         return tensor * factor, grad
     if grad is None:
@@ -382,7 +382,10 @@ def _made(interceptor: Interceptor) -> Patches:
 
 
 def _outermost(begin: Callable[[nn.Module], Callable[[], None]]) -> Callable:
-    """A wrapper of a method that calls itself for every submodule. ``begin`` runs before the script's own call, and its result after it."""
+    """A wrapper for a method of modules that calls itself for every submodule, such as ``train``: only the script's own call counts.
+
+    ``begin`` runs before that call and returns a function, which runs after it.
+    """
     inside = False
 
     def wrapper(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:

@@ -186,7 +186,9 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
     signals = given_signals(plan.torchrun).split(",")
     if unknown := [name for name in signals if name not in signal.Signals.__members__]:
-        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
+        raise UsageError(
+            f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}. Write names such as SIGTERM,SIGINT."
+        )
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )  # such as SIGHUP under nohup
@@ -208,7 +210,7 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
             "same on all nodes."
         )
     if isinstance(error, RendezvousClosedError):
-        return f"the job at {host} port {port} has ended. To start another one there, set a new --rdzv-id on all nodes."
+        return f"the job at {host} port {port} has ended. To start another job there, set a new --rdzv-id on all nodes."
     if isinstance(error, RendezvousTimeoutError) or "timed out" in text.lower():
         return (
             f"fewer than {plan.nodes[0]} nodes joined at {host} port {port} in time: check that all nodes were started with the same "
@@ -218,10 +220,11 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
 
 
 def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
-    """A wrapper for torch's check of its processes. Torch's own check would wait forever for a value from a process that ended with 0.
+    """A wrapper for the method with which torch checks its processes: a process that ended with 0 has succeeded.
 
-    The wrapper also records processes that ended without a report, before torch ends the other processes. A failure on one of the
-    ``nodes`` fails the job on all nodes, and no node finishes before the others.
+    Torch's own check would wait forever for the return value of such a process. The wrapper also records processes that ended without a
+    report, before torch ends the other processes. A failure on one of the ``nodes`` fails the job on all nodes, and no node finishes before
+    the others.
     """
 
     def record(environ: dict[str, str], code: int) -> None:
@@ -262,7 +265,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
 
 
 def _all_left(failures: Path) -> bool:
-    """Whether the failed ranks ended with ``sys.exit`` or similar, so that other ranks may be about to do the same."""
+    """Whether all failed ranks ended with ``sys.exit`` or similar, so that other ranks may be about to do the same."""
     return all(failure.ending == "exited" for failure in read_failures(failures))
 
 

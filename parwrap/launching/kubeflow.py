@@ -154,7 +154,9 @@ def _trainjob(job: Job, environment: dict[str, Any]) -> dict[str, Any]:
             "pytorchjob."
         )
     if not (job.ranks_per_node or "1").isdecimal():
-        raise UsageError(f"--nproc-per-node {job.ranks_per_node} is not a number, which --kind trainjob needs.")
+        raise UsageError(
+            f"--nproc-per-node {job.ranks_per_node} is not a number, which --kind trainjob needs: set the number of ranks on each node."
+        )
     resources = {"resourcesPerNode": resources["resources"]} if (resources := _resources(job)) else {}
     return {
         "runtimeRef": {"name": job.options.runtime or RUNTIME},

@@ -231,7 +231,7 @@ class Nodes:
         return time.monotonic() - self._answered > self._heartbeat_timeout
 
     def _wait_until_read(self, until: float) -> None:
-        """Wait until every node has read the reports, because this node may host the store."""
+        """Wait until every node has read the reports or ``until`` is over: if this node hosts the store, the store ends with it."""
         assert self._store is not None
         self._store.set(f"read/{self._mine}", True)
         with suppress(DistError):  # another node hosts the store, and has read this

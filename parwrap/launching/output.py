@@ -95,7 +95,7 @@ class RankOutput:
             try:
                 os.makedirs(log_dir, exist_ok=True)
             except OSError as error:
-                raise LaunchError(f"--log-dir {log_dir} cannot be created: {error.strerror}.") from None
+                raise LaunchError(f"--log-dir {log_dir} cannot be created: {error.strerror}. Choose another directory.") from None
 
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
         """A wrapper for the rendezvous of torch's agents, after which the ranks' numbers are known."""
@@ -111,7 +111,7 @@ class RankOutput:
             try:
                 file = open(os.path.join(self._log_dir, f"rank_{rank}.log"), "a+b", buffering=0)  # noqa: SIM115
             except OSError as error:
-                raise LaunchError(f"--log-dir {self._log_dir} cannot be written to: {error.strerror}.") from None
+                raise LaunchError(f"--log-dir {self._log_dir} cannot be written to: {error.strerror}. Choose another directory.") from None
             if file.tell():
                 _end_line(file)
                 file.write(time.strftime("--- started again at %Y-%m-%d %H:%M:%S ---\n").encode())
@@ -231,7 +231,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 
 def _last(line: bytes) -> bytes:
-    """What a terminal finally shows of ``line``."""
+    """What a terminal shows of ``line`` at the end: what follows its last carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

@@ -344,8 +344,8 @@ def _refuse_several(ranks: int, nodes: tuple[int, int], options: dict[str, Any])
     """Raise an error if the command asks for several ranks, although ``--data-parallel`` runs one process on several devices."""
     if ranks > 1 or nodes != (1, 1):
         raise UsageError(
-            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks: remove one of "
-            "them. Ranks are faster."
+            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks: remove the "
+            "options of one of the two. Ranks are faster."
         )
     if "strategy" in options:
         raise UsageError(
@@ -407,11 +407,14 @@ def look_for(target: str, arguments: argparse.Namespace) -> None:
     if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
         raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: pass the path of a script in it.")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
-        raise LaunchError(f"cannot find the module {target}, neither in the current directory nor among the installed packages.")
+        raise LaunchError(
+            f"cannot find the module {target}, neither in the current directory nor among the installed packages: change to the directory "
+            "that contains the module, or install it."
+        )
 
 
 def _needs_no_agent(arguments: argparse.Namespace) -> bool:
-    """Whether the command asks for nothing that needs torch's agent: several nodes, a plain launch, restarts or log files."""
+    """Whether the command asks for none of what needs torch's agent: several nodes, a plain launch, restarts or log files."""
     logs = arguments.log_dir or _torchrun_logs(arguments)
     return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
 
@@ -422,7 +425,7 @@ def _torchrun_logs(arguments: argparse.Namespace) -> bool:
 
 
 def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
-    """The variables, unless the user has set them, that divide cores among ranks, fix the hash seed, and keep one node on its loopback."""
+    """The variables that divide cores among ranks, fix the hash seed, and keep one node on its loopback. The user's own win."""
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     if arguments.rdzv_backend == ONE_NODE:
         variables |= LOOPBACK
@@ -539,8 +542,8 @@ def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[
     if asked is None:
         return False
     raise UsageError(
-        f"--nproc-per-node {asked} would start ranks here, but {outer.launcher} started this process as rank {outer.rank} of "
-        f"{outer.size}. Remove it, start one process per node, or add --standalone for a separate run in each process."
+        f"--nproc-per-node {asked} would start ranks here, but {outer.launcher} started this process as rank {outer.rank} of {outer.size}. "
+        "Remove --nproc-per-node, start one process per node, or add --standalone for a separate run in each process."
     )
 
 

@@ -113,7 +113,7 @@ def launch(job: Job) -> int:
     worker = {"CPU": cores, "GPU": job.gpus_per_node or 0}
     for kind, each in worker.items():
         if (there := ray.cluster_resources().get(kind, 0)) < each * job.nodes:
-            print_line(f"the job needs {each * job.nodes} {kind}s, but the cluster has {there:g}: it waits until the cluster has more")
+            print_line(f"the job needs {each * job.nodes} {kind}s, but the cluster has {there:g}: the job waits until the cluster has more")
     environ = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if cluster and name in os.environ}
     try:
         with tempfile.TemporaryDirectory(prefix="parwrap-") as results:  # Ray would make ~/ray_results

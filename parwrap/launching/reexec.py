@@ -69,7 +69,7 @@ class Reexec:
 
 
 def _is_command(before: list[str]) -> bool:
-    """Whether ``before``, the interpreter's arguments up to the command's own, starts the command directly, not through a profiler.
+    """Whether the command was started directly, not through a profiler: ``before`` is the command line before the command's own arguments.
 
     >>> _is_command(["python", "-m", "parwrap.run"]), _is_command(["python", "bin/parwrap", "run"])
     (True, True)

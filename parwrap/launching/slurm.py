@@ -109,7 +109,8 @@ def launch(job: Job) -> int:
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:
             raise LaunchError(
-                f"{name}={loopback} is set here and passed to the job, but its nodes cannot reach each other there: unset it."
+                f"{name}={loopback} is set here and passed to the job, but the job's nodes cannot reach each other through a loopback "
+                "interface: unset the variable."
             )
     submitted = time.time()
     # also as options, because variables such as SBATCH_ACCOUNT override the script
@@ -247,8 +248,8 @@ def _follow(number: str, where: list[str], since: float) -> int:
             _print_from(read, status.log)
             if status.ran and not os.path.exists(status.log):
                 print_line(
-                    f"cannot read the log of job {number} from here: it is {status.log} on its first node; set --output to a path that "
-                    "all nodes share"
+                    f"cannot read the log of job {number} from here: the log is {status.log} on the first node of the job. Set --output to "
+                    "a path that all nodes share"
                 )
             return status.code
 
@@ -289,7 +290,7 @@ def _print_from(position: int, log: str) -> int:
 
 
 class _Refused(Exception):
-    """One of SLURM's programs failed, with this message."""
+    """One of SLURM's programs failed. The text is what it printed."""
 
 
 def _slurm(*command: str, given: str | None = None) -> str:

@@ -108,7 +108,7 @@ def _report(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any],
 
 
 def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
-    """Wait for the nodes as torch would, but without handling signals. Returns the store of the rendezvous."""
+    """Wait for all numbered nodes as torch would, but leave signals alone. Returns the store of the rendezvous."""
     host, port = endpoint(plan.torchrun)
     number = plan.torchrun.node_rank
     until = time.monotonic() + rendezvous_timeout(plan)
@@ -150,7 +150,7 @@ def _connected(host: str, port: int, until: float) -> TCPStore:
 
 
 def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
-    """A message about which of the numbered nodes are missing; empty if none is missing, or if another node reports this."""
+    """A message that names the missing ones of the numbered nodes; empty if none is missing, or if another node reports this."""
     if plan.torchrun.node_rank:
         return ""
     host, port = endpoint(plan.torchrun)

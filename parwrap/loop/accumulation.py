@@ -35,7 +35,7 @@ LOOKS = 8
 
 
 class _Window:
-    """The window of one optimizer, which it keeps alive while it is open.
+    """The batches that count for one step of an optimizer. A window keeps its optimizer alive while it has skipped steps.
 
     Attributes:
         steps: the number of its skipped steps.
@@ -138,8 +138,8 @@ class Accumulation(Interceptor):
         window = self._windows.setdefault(optimizer, _Window(optimizer))
         if window.backward == self.backwards:
             raise UsageError(
-                f"{script_place()} calls {type(optimizer).__name__}.step() without a backward since its last step, but "
-                "parwrap.accumulate adds up what backwards leave. Call loss.backward() before each step, or train this part without it."
+                f"{script_place()} calls {type(optimizer).__name__}.step() without a backward since its last step, but parwrap.accumulate "
+                "adds up the gradients of backwards. Call loss.backward() before each step, or train this part without parwrap.accumulate."
             )
         window.backward = self.backwards
         if window.steps == self._steps - 1:
@@ -175,7 +175,7 @@ class Accumulation(Interceptor):
         )
 
     def _drop_stale(self) -> None:
-        """Set ``.grad`` to ``None`` where a skipped step has kept the gradient and the loop has not zeroed it."""
+        """Set ``.grad`` to ``None`` where it still holds the gradient of a skipped step, because the loop has not zeroed it."""
         for p, *before in self._skipped:
             if p.grad is not None and before == [*_state(p.grad)]:
                 p.grad = None
@@ -183,7 +183,7 @@ class Accumulation(Interceptor):
         self._clips.clear()
 
     def _put_back(self, windows: Iterable[_Window]) -> None:
-        """Add the sums of ``windows`` to ``.grad``; a parameter that two optimizers share counts once."""
+        """Add the sums of the skipped steps of ``windows`` to ``.grad``, once for a parameter that two optimizers share."""
         sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for window in windows:
             window.closing = True
@@ -193,7 +193,7 @@ class Accumulation(Interceptor):
                 p.grad = total.clone() if p.grad is None else total + p.grad
 
     def _complete(self, windows: list[_Window]) -> None:
-        """Add up and average the gradients of ``windows`` that no backward has closed, because the last one came from another line."""
+        """Add up and average the gradients of ``windows`` that no backward has closed, because the last backward was at another line."""
         late = [window for window in windows if not window.closing]
         if late:
             self._put_back(late)
@@ -218,8 +218,9 @@ class Accumulation(Interceptor):
         self._apply()
         if self.backwards and not self._stepped:
             raise UsageError(
-                f"accumulate({self._steps}) is for a loop that calls optimizer.step() after each backward, but none was called: the "
-                f"gradients of {self.backwards} backwards are {self._steps} times too small. Remove it, or step with an optimizer."
+                f"accumulate({self._steps}) is for a loop that calls optimizer.step() after each backward, but this loop never called "
+                f"step: the gradients of {self.backwards} backwards are {self._steps} times too small. Remove accumulate, or step with an "
+                "optimizer."
             )
 
     def end(self) -> None:
@@ -309,14 +310,14 @@ class Accumulation(Interceptor):
         return {id(p): _state(p.grad) for p in parameters if p.grad is not None}
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Say once that gradients were changed between backward and the step."""
+        """Say once that the loop has changed gradients between backward and the step, if it has."""
         self._looks -= 1
         before = self._left_by_backward
         if any(before.get(id(p)) != _state(p.grad) for p in parameters_of(optimizer) if p.grad is not None):
             self._looks = 0
             warn(
-                "parwrap: gradients were changed between backward() and step(). Inside a window of parwrap.accumulate, such a change "
-                "applies to the gradient of one batch, and only after the last batch to the sum of all. To clip, use "
+                "parwrap: gradients were changed between backward() and step(). With parwrap.accumulate, .grad holds the gradient of one "
+                "batch there. Only after the last batch it holds the sum of all, so the change acts on single batches. To clip, use "
                 "torch.nn.utils.clip_grad_norm_, which acts on the sum only. This is shown once."
             )
 

@@ -37,8 +37,8 @@ class _MeanLoss:
 
     Attributes:
         value: the loss on this rank.
-        divisor: what its sum was divided by.
-        factor: multiplies its gradient; ``None`` until it is differentiated for the first time.
+        divisor: the number by which the sum of its terms was divided.
+        factor: multiplies the gradient of the loss; ``None`` until the loss is differentiated for the first time.
     """
 
     def __init__(self, criterion: Criterion) -> None:
@@ -48,7 +48,7 @@ class _MeanLoss:
 
 
 class _Weighted(torch.autograd.Function):
-    """A mean loss whose gradient is multiplied by its factor."""
+    """Returns a mean loss unchanged, and multiplies its gradient by the factor of :class:`_MeanLoss` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, mean: _MeanLoss) -> torch.Tensor:
@@ -117,8 +117,9 @@ class Divisors(Interceptor):
             if first[0] ** 2 != first[1] * group.world.size:
                 raise RankMismatchError(
                     f"the loss at {script_place()} has {count} cross entropies on this rank and {first[0] / group.world.size:.3g} on "
-                    'average, so with batch="global" their divisors cannot be added up. Compute as many on every rank, with '
-                    'reduction="sum" divided by a number that all ranks share, or train with batch="per_rank".'
+                    'average over the ranks. With batch="global" the divisors of all ranks are added up, which needs equally many on each. '
+                    'Compute equally many on every rank, or use reduction="sum" and divide by a number that all ranks share, or train with '
+                    'batch="per_rank".'
                 )
             if count > 1:
                 dist.all_reduce(others, group=group.control)

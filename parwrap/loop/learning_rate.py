@@ -120,7 +120,7 @@ class _LearningRates(Interceptor):
         name = type(optimizer).__name__
         warn(
             f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. parwrap does not "
-            f"change that number, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the learning rate there by "
+            f"change that number, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the learning rate in its step() by "
             f"{self._times:.4g} yourself, and use lr='keep'. This is shown once."
         )
 

@@ -89,7 +89,7 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
 
 
 class _Scaled(NamedTuple):
-    """What ``GradScaler.scale`` has returned, and what it was called with."""
+    """One call of ``GradScaler.scale``: its result, the loss it was called with, and the scale."""
 
     result: weakref.ref[torch.Tensor]
     loss: weakref.ref[torch.Tensor]

@@ -100,7 +100,7 @@ class Optimizers(Interceptor):
                 self._built_since_step.append(self._all[-1])
 
     def _trains_batch(self, optimizer: Optimizer) -> bool:
-        """Whether every ``nn.Parameter`` of ``optimizer`` was made inside the training pass. False if it is built late, for older ones."""
+        """Whether every ``nn.Parameter`` of ``optimizer`` was made inside the training pass. False for an optimizer of older parameters."""
         return all(p in self._made_in or not isinstance(p, nn.Parameter) for p in parameters_of(optimizer))
 
     # what belongs to a batch (rule 6)
@@ -132,8 +132,8 @@ class Optimizers(Interceptor):
         if batch != self._passes.batches:
             raise UsageError(
                 f"{script_place()} trains {what} that {place} made inside the training pass, in an earlier batch. What is made inside a "
-                "training pass belongs to its batch: every rank has another, and no gradient of it is averaged. Make it before the loop, "
-                "where all ranks make the same."
+                "training pass belongs to one batch: each rank has its own, whose gradients are not averaged. Make what several batches "
+                "train before the loop, where all ranks make the same."
             )
 
     # steps and modes
@@ -198,9 +198,9 @@ class Optimizers(Interceptor):
         where = self.eval_place()
         because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
         raise UsageError(
-            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. "
-            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the "
-            "pass begins, or write parwrap.shard(loader)."
+            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. The loader "
+            "was read in shares before, so this pass would take as many steps as in one process. Before the pass begins, call "
+            "model.train() and leave gradients on, or write parwrap.shard(loader)."
         )
 
     def moved(self, module: nn.Module) -> None:

@@ -265,14 +265,21 @@ class Passes:
         if len(found) == 1:
             return found.pop()
         raise UsageError(
-            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn others ahead "
-            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot tell which of "
-            "them this loss belongs to. Call backward before the next batch is drawn, or "
-            "choose a batch size that divides the dataset and the number of ranks."
+            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn several batches ahead "
+            f"({', '.join(str(batch.samples) for batch in batches)} samples). Their weights differ, and parwrap cannot tell which batch "
+            "this loss belongs to. Call backward before the next batch is drawn, or choose a batch size that divides the dataset and that "
+            "the number of ranks divides."
         )
 
     def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:
-        """The last batch of ``training`` or of one of ``others``: the batch whose size is among the sizes ``seen`` in the graph."""
+        """The batch that the loss was computed from: the last one of the pass ``training``, or of one of the passes ``others``.
+
+        Its number of samples tells, which must be among ``seen``, the leading sizes in the graph. If the sizes do not tell, it is the batch
+        of ``training``.
+
+        Raises:
+            UsageError: the last batches of several passes have such sizes.
+        """
         newest = training.in_flight[-1]
         shown = [each for each in others if each.in_flight[-1].samples in seen - {newest.samples}]
         if not shown:
@@ -283,7 +290,9 @@ class Passes:
             return newest
         passes = [*shown, training]
         raise UsageError(
-            f"{script_place()} trains on batches of the loaders at {' and '.join(str(each.place) for each in passes)} together, of which "
-            f"this rank has parts of different weights ({', '.join(str(each.in_flight[-1].samples) for each in passes)} samples), so that "
-            "no factor is right for their sum. Call backward for the loss of each, or choose batch sizes that the number of ranks divides."
+            f"{script_place()} calls one backward for batches of the loaders at {' and '.join(str(each.place) for each in passes)}, of "
+            f"which this rank has parts of {', '.join(str(each.in_flight[-1].samples) for each in passes)} samples. With "
+            'batch="global" or uneven="join" a loss counts by this '
+            "rank's share of its batch. These shares differ, so no one weight is right for the sum of the losses. Call backward for each "
+            "loss, or choose batch sizes that the number of ranks divides."
         )

@@ -97,13 +97,13 @@ class Autocasting(Interceptor):
             self._user_managed, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
             self._say(
-                "this script uses torch.autocast itself, so parwrap.amp leaves it alone: it casts nothing itself here. To let parwrap do "
-                "it, remove it from the script."
+                "this script uses torch.autocast itself, so parwrap.amp leaves it alone and casts nothing. To let parwrap.amp cast, remove "
+                "torch.autocast from the script."
             )
         else:
             self._say(
-                f"torch.autocast(enabled=False) at {script_place()} keeps that part in float32. If it belongs to the script's own option "
-                "for mixed precision, turn on that option instead of parwrap.amp, or remove it."
+                f"torch.autocast(enabled=False) at {script_place()} keeps that part in float32. If this line belongs to the script's own "
+                "option for mixed precision, turn on that option instead of parwrap.amp, or remove the line."
             )
 
     def _on_again(self) -> None:

@@ -118,8 +118,9 @@ class Iterations:
     """Calls ``over(found)`` at the end of each iteration of the user's loop, which it infers from optimizer steps.
 
     A hand-written loop calls ``GradScaler.update`` in each iteration. Here no call marks the end, so an iteration ends when every optimizer
-    has stepped. Some optimizers step less often than others: a generator steps less often than its critic. As soon as one optimizer steps
-    twice, the iteration ends; from then on, it ends when the optimizers that stepped in it have all stepped again.
+    has stepped. Some optimizers step less often than others: a generator steps less often than its critic. When one optimizer steps
+    a second time, the iteration has ended before that step. From then on an iteration ends when all optimizers that stepped in that
+    one have stepped.
 
     Args:
         over: a function, called with whether one of the iteration's steps was skipped.

@@ -94,7 +94,7 @@ class Scaling(Interceptor):
         return found
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``closure`` with all gradients removed if one is not finite, because optimizers skip parameters without a gradient."""
+        """A closure that runs ``closure`` and then removes all gradients if one is not finite, so that the step changes nothing."""
 
         def with_finite_gradients() -> Any:
             loss = closure()
@@ -115,8 +115,8 @@ class Scaling(Interceptor):
         if not self._user_managed:
             self._user_managed = True
             self._say(
-                "this script uses GradScaler itself, so parwrap.amp leaves it alone: it scales no loss and skips no step itself here. To "
-                "let parwrap do it, remove it from the script."
+                "this script uses GradScaler itself, so parwrap.amp leaves it alone: parwrap.amp scales no loss and skips no step. To let "
+                "parwrap.amp do that, remove GradScaler from the script."
             )
 
     def _stepped(self, optimizer: Optimizer, found: bool) -> None:

@@ -85,7 +85,10 @@ def _opened(files: Files, module: str | None) -> Iterator[None]:
 
 
 def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in_scratch: bool) -> Files:
-    """What handles this rank's file calls. A node's first rank writes its journal; on nodes without rank 0 it also saves checkpoints."""
+    """The object that handles this rank's file calls.
+
+    The first rank of each node writes the journal of its node. On nodes without rank 0 it also saves checkpoints.
+    """
     rules = PathRules(world.rank, _began(folder))
     rules.own(os.path.realpath(folder))
     place = world.node_ranks.index(world.rank)  # a launcher's local rank may count within a container

@@ -114,7 +114,7 @@ def _mode(call: NativeCall, args: tuple, kwargs: dict) -> str:
 
 
 def _taken_apart(path: Any, is_uri: bool) -> tuple[Any, Callable[[Any], Any]]:
-    """The path in ``path``, which may be a URI, and a function that puts another path in its place."""
+    """The path that ``path`` names, which may be a URI, and a function that writes another path in the same form."""
     text = os.fsdecode(path)
     if not is_uri or not text.startswith("file:"):
         return path, lambda place: place
@@ -123,7 +123,7 @@ def _taken_apart(path: Any, is_uri: bool) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _path(call: NativeCall, args: tuple, kwargs: dict) -> Any:
-    """The path, if it names a file on this machine."""
+    """The path among the arguments of ``call``, or ``None`` if it names no file on this machine."""
     path = kwargs.get(call.path, args[call.position] if len(args) > call.position else None)
     if not isinstance(path, (str, bytes, os.PathLike)) or kwargs.get("filesystem") is not None:
         return None

@@ -63,7 +63,7 @@ def output_of(rank: int, log: str | None = None, heard: bool = False) -> Iterato
 
 
 def _print_patch(output: Output) -> Patch:
-    """``print`` with the argument ``force``."""
+    """A patch that gives ``print`` the argument ``force``: with it, this rank prints to where its output went before it was silent."""
 
     def speak(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         force = kwargs.pop("force", False)
@@ -75,7 +75,7 @@ def _print_patch(output: Output) -> Patch:
 
 @contextmanager
 def _silent(log: str) -> Iterator[Output]:
-    """Redirect output to the file ``log`` inside the block. Yields streams to its previous destinations."""
+    """Redirect stdout and stderr to the file ``log`` inside the block. Yields streams that still write to where they went before."""
     _flush()
     with ExitStack() as stack:
         target = stack.enter_context(open(log, "a", buffering=1))
@@ -103,7 +103,7 @@ def _lead(number: int, target: int, stack: ExitStack) -> None:
 
 
 def _heard(stream: TextIO, number: int, stack: ExitStack) -> TextIO:
-    """A stream that still writes to the present destination of ``stream`` after that is redirected."""
+    """A stream that goes on writing to the present destination of ``stream`` when ``stream`` itself is redirected."""
     descriptor = _descriptor(stream)
     if descriptor is None:
         return stream

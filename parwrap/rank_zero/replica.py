@@ -273,13 +273,16 @@ class ReplicaFiles:
             return path if place == named else place
 
     def _content(self, path: Any) -> Any:
-        """As :meth:`_read`, but returns rank 0's file in place of a marker."""
+        """Where the content of ``path`` is for this rank: as :meth:`_read`, but where that is a marker, the file that rank 0 has saved."""
         place = self._read(path)
         with passing():
             return self._overlay.content(place)
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The key of a path that is about to change, or ``None`` if the call runs unchanged. Then the path's folder is made on the disk."""
+        """The key of a path that is about to change, or ``None`` if the call runs unchanged, on the disk.
+
+        In that case this makes the path's folder on the disk if it is only in scratch.
+        """
         key = self._rules.writes(path, dir_fd)
         if key is None and self._rules.looks() and not isinstance(path, int):
             with passing():
@@ -297,7 +300,15 @@ class ReplicaFiles:
         os.makedirs(folder, exist_ok=True)
 
     def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> str:
-        """Where to write a file, with its present content if ``keep``."""
+        """The place in scratch where this rank writes the file with ``key``.
+
+        Args:
+            key: the unique name of the path.
+            path: the path as the script gives it, for errors.
+            keep: whether the place begins with the file's present content.
+            new: whether the file may not exist yet.
+            must_exist: whether the file has to exist.
+        """
         overlay, key = self._overlay, self._overlay.resolved(key)
         place = overlay.find(key)
         if place is None:
@@ -321,7 +332,7 @@ class ReplicaFiles:
         self._overlay.existing(self._overlay.resolved(os.path.dirname(key)), path)
 
     def _free(self, made: str, path: Any) -> str:
-        """The key of ``made``, where nothing may exist yet."""
+        """The key of the path ``made``, after a check that nothing exists there and that its folder does."""
         key = self._overlay.at(made)
         if self._overlay.find(key) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)

@@ -236,7 +236,7 @@ class Overlay:
 
     def _not_found(self, name: str, save: str, replaced: bool) -> str:
         line, _, number = save.rpartition(" #")
-        problem = "rank 0 has replaced or removed that file" if replaced else "rank 0 has not saved there as often"
+        problem = "rank 0 has replaced or removed that file" if replaced else "rank 0 has not saved at that line as often"
         return (
             f"{script_place()} loads {name}, which this rank saved at {os.path.basename(line)} (save {number} at that line). Only rank 0 "
             f"writes checkpoints, and {problem}: the ranks run different calls. Save and remove files alike on all ranks, or save in "
@@ -311,8 +311,11 @@ class Overlay:
         return True
 
     def _visible(self, disk: str) -> str | None:
-        """The path to read for ``disk``: itself, unless it is hidden; the old content, or an empty folder for a folder, if rank 0 has
-        changed it since the last barrier; ``None`` if there is nothing to see."""
+        """The path to read for ``disk``, a path on the disk.
+
+        That is ``disk`` itself unless it is hidden. If rank 0 has changed it since the last barrier, it is the old content, and for a
+        folder an empty one. ``None`` if this rank sees nothing there.
+        """
         try:
             found = os.lstat(disk)
             if not self.hidden(disk, found):
@@ -339,7 +342,7 @@ class Overlay:
                     pass  # rank 0 has removed it since
 
     def _present(self, place: str, key: str) -> str:
-        """``place``, or where its content is now if rank 0 has moved or removed it from the disk."""
+        """``place`` if it still exists. If rank 0 has moved or removed it, the place of its old content, or else ``key``."""
         if self.owns(place) or os.path.lexists(place):
             return place
         return self._removed_ahead().get(place) or key
@@ -349,7 +352,7 @@ class Overlay:
         return self._journal.update().before if self.rules.in_process() else {}
 
     def _wait_for_what_runs_alone(self) -> None:
-        """Wait until rank 0 has run what this rank has skipped, because all ranks see the files which rank 0 makes there."""
+        """Wait until rank 0 has run the code that runs on rank 0 alone and this rank has skipped: all ranks see the files made there."""
         since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
         while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < since + self._timeout:
             self._check_wait(since, what)
@@ -360,7 +363,7 @@ class Overlay:
         return [key for key in self._entries if key.startswith(f"{folder}/")]
 
     def _forget(self, key: str, keeps: str | None = None) -> None:
-        """Forget the entry and remove its scratch file."""
+        """Forget the entry of ``key`` and remove its scratch file, unless that is at ``keeps``."""
         entry = self._drop_record(key)
         if entry.place is not None and self.owns(entry.place) and entry.place != keeps:
             shutil.rmtree(os.path.dirname(entry.place), ignore_errors=True)

@@ -90,7 +90,10 @@ class KeptReadable:
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _release(self) -> None:
-        """Close the descriptor of a removed file, once all other ranks have made more changes than rank 0 had when it was removed."""
+        """Close the descriptors of removed files that no rank needs any more.
+
+        That is so once every other rank has made more changes than rank 0 had made when it removed the file.
+        """
         slowest = self._progress.slowest()
         for descriptor in list(self._kept):
             if os.fstat(descriptor).st_nlink == 0 and slowest > self._lost_at.setdefault(descriptor, self._progress.done):
@@ -250,7 +253,17 @@ class WriterFiles:
             return write(path)
 
     def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:
-        """The key of a path that is about to change, if the rules apply; what it was before the run is kept for slower ranks."""
+        """Prepare for a change of ``path``: at its first change, keep what was there before the run, for slower ranks.
+
+        Args:
+            path: the path, as the script gives it.
+            dir_fd: the directory that a relative path starts from, as in ``os.open``.
+            in_place: the file is changed and not replaced, so it is kept as a copy, and only up to a size of ``MOST_COPIED``.
+            counts: whether the change counts as a step of the writer's progress.
+
+        Returns:
+            The key of the path, or ``None`` if the rules of rank 0's files do not apply to it.
+        """
         key = self._rules.writes(path, dir_fd)
         if key is None:
             return None

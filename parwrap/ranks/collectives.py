@@ -164,8 +164,8 @@ def group_for(name: str) -> Group | None:
         return None
     if is_alone():
         raise UsageError(
-            f"parwrap.{name}() would wait forever, because only this rank runs a function decorated with @parwrap.rank_zero_only. Call "
-            "it outside of that function."
+            f"parwrap.{name}() would wait forever, because code inside @parwrap.rank_zero_only or rank_zero_first runs without the other "
+            "ranks. Make this call outside of that code."
         )
     return group
 
@@ -186,7 +186,10 @@ def _pickled(x: Any) -> bytes | str:
 def _unpickled(name: str, pickled: list[Any], ranks: Iterable[int]) -> list[Any]:
     for rank, each in zip(ranks, pickled, strict=True):
         if isinstance(each, str):
-            raise UsageError(f"parwrap.{name} sends pickled objects to the other ranks, but rank {rank}'s cannot be pickled: {each}")
+            raise UsageError(
+                f"parwrap.{name} sends pickled objects to the other ranks, but rank {rank}'s cannot be pickled: {each}. Send tensors or "
+                "numbers, or objects of classes that are defined at the top of a module."
+            )
     return [pickle.loads(each) for each in pickled]
 
 

@@ -80,5 +80,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
 def _unreadable(what: str, text: str, why: str) -> LaunchError:
     shown = text if len(text) <= 80 else f"{text[:80]}..."
     return LaunchError(
-        f"cannot parse the {what} {shown!r}: it {why}. SLURM sets it; parwrap does not need it if you set MASTER_ADDR and MASTER_PORT."
+        f"cannot parse the {what} {shown!r}: it {why}. SLURM sets this list, and parwrap does not need it if you set MASTER_ADDR and "
+        "MASTER_PORT."
     )

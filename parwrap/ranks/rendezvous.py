@@ -184,8 +184,8 @@ def _made(parent: Path, name: str) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise LaunchError(
-            f"the ranks of this node share {folder}, but that is not a directory that only this user can access: remove it, or set "
-            "TMPDIR to another directory, the same for all ranks."
+            f"the ranks of this node share {folder}, which is not a directory that only this user can access: remove it, or set TMPDIR to "
+            "another directory, the same for all ranks."
         )
     return folder
 

@@ -203,7 +203,7 @@ def _check(claim: _Claim) -> None:
     ):
         if not 0 <= (value or 0) < (limit or 0):
             raise LaunchError(
-                f"{name}={value} does not fit {text}: ranks start at 0. A launcher normally sets it: unset it, or correct it."
+                f"{name}={value} does not fit {text}: ranks start at 0. A launcher normally sets this variable: unset it, or correct it."
             )
     if claim.local_size > (claim.size or 0):
         raise LaunchError(
@@ -224,9 +224,9 @@ def _half(claim: _Claim) -> LaunchError:
     missing = " and ".join(claim.missing)
     by_hand = claim.launcher is LAUNCHERS[0]
     return LaunchError(
-        f"{present} {'are' if ' ' in present else 'is'} set but {missing} {'are' if ' ' in missing else 'is'} not, so the ranks cannot "
-        f"be identified. If no launcher started this process, unset {present}: it then runs as one rank. To start several, use `python "
-        f"-m parwrap.run`. Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
+        f"{present} {'are' if ' ' in present else 'is'} set but {missing} {'are' if ' ' in missing else 'is'} not, so the ranks cannot be "
+        f"identified. If no launcher started this process, unset {present}: the process then runs as one rank. To start several ranks, use "
+        f"`python -m parwrap.run`. Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
     )
 
 
@@ -273,7 +273,9 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 def _at_least_one(environ: Mapping[str, str], name: str) -> int:
     if (value := _integer(environ, name)) < 1:
-        raise LaunchError(f"{name}={value} is not a number of ranks or nodes. A launcher normally sets it: unset it, or correct it.")
+        raise LaunchError(
+            f"{name}={value} is not a number of ranks or nodes. A launcher normally sets this variable: unset it, or correct it."
+        )
     return value
 
 
@@ -282,5 +284,6 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise LaunchError(
-            f"{name}={environ[name]!r} is not an integer. A launcher normally sets it: unset it, or start with `python -m parwrap.run`."
+            f"{name}={environ[name]!r} is not an integer. A launcher normally sets this variable: unset it, or start with `python -m "
+            "parwrap.run`."
         ) from None

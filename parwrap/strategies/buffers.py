@@ -1,7 +1,8 @@
 """Keeps the buffers of modules as DDP does: rank 0's are everybody's (contract, small print on backwards).
 
 Modules that the script puts in eval mode get rank 0's buffers when the next pass that does not train begins. Buffers that training
-changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, which may need the old values.
+changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, not before: a
+backward may need the values that its forward has saved.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
             one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
             differ = f"{one} on rank 0 and {other} on rank {rank}"
         return RankMismatchError(
-            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. What only "
-            "rank 0 does belongs into a function decorated with @parwrap.rank_zero_only."
+            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. Put what only "
+            "rank 0 does into a function decorated with @parwrap.rank_zero_only."
         )
 
     agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)

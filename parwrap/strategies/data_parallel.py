@@ -110,7 +110,10 @@ class DataParallel(Interceptor):
         name = type(module).__name__
         if (name, reason) not in self._said:
             self._said.add((name, reason))
-            warn(f"parwrap: {name} runs on {self._devices[0]} alone, because parwrap.data_parallel cannot divide it: {reason}.")
+            warn(
+                f"parwrap: {name} runs on {self._devices[0]} alone, because parwrap.data_parallel cannot divide it: {reason}. The result "
+                "is right, but no faster than on one device."
+            )
 
 
 @functools.cache
@@ -138,7 +141,7 @@ def _is_internal(module: nn.Module) -> bool:
 def _why_whole(module: nn.Module, given: Sequence[Any], rows: int) -> str | None:
     """Why a call of ``module`` with these arguments cannot be cut into parts of ``rows`` samples; ``None`` if it can."""
     if _is_compiled(module):
-        return "it, or a part of it, is compiled"
+        return "the model, or a part of it, is compiled"
     for leaf in _leaves(given):
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested:
@@ -258,9 +261,9 @@ def _merged(parts: list[Any], sizes: Sequence[int], loss: str | None, join: Call
     if (tensors and all(part.is_floating_point() for part in parts)) or all(isinstance(part, float) for part in parts):
         if loss is None and not all(_same(first, part) for part in parts):
             raise _Unmergeable(
-                f"a number for each part of the batch ({', '.join(f'{float(part):.4g}' for part in parts)}). If it is a mean or a sum over "
-                "the samples, such as a loss, pass loss='mean' or loss='sum' to parwrap.data_parallel. Otherwise call it inside of "
-                "`with parwrap.data_parallel([device]):`, which names one device."
+                f"a number for each part of the batch ({', '.join(f'{float(part):.4g}' for part in parts)}). If this number is a mean or a "
+                "sum over the samples, such as a loss, pass loss='mean' or loss='sum' to parwrap.data_parallel. Otherwise call the model "
+                "inside of `with parwrap.data_parallel([device]):`, where one device computes the whole batch."
             )
         if loss is None and not tensors:
             return first
@@ -292,8 +295,8 @@ def _check_rows(parts: list[torch.Tensor], sizes: Sequence[int]) -> None:
     if any(row % size or row // size != rows[0] // sizes[0] for row, size in zip(rows, sizes, strict=True)):
         raise _Unmergeable(
             f"tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample. The first "
-            "dimension of all inputs and outputs must be the batch. Otherwise call it inside of `with parwrap.data_parallel([device]):`, "
-            "which names one device."
+            "dimension of all inputs and outputs must be the batch. Otherwise call the model inside of `with "
+            "parwrap.data_parallel([device]):`, where one device computes the whole batch."
         )
     if len({part.shape[1:] for part in parts}) > 1:
         raise _Unmergeable(

@@ -169,8 +169,8 @@ class DDP(Strategy):
         """Refuse a step inside a backward: gradients are not averaged yet."""
         if self._thread is threading.current_thread() and not self._local:
             raise UsageError(
-                f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own. Step "
-                "after backward, without hooks on gradients that step."
+                f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own "
+                "gradients. Step after backward, without hooks on gradients that step."
             )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -188,8 +188,8 @@ class DDP(Strategy):
 def refuse_alone() -> UsageError:
     """The error for a backward that only one rank runs."""
     return UsageError(
-        f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only or @parwrap.rank_zero_first, where "
-        "the other ranks do not take part in averaging its gradients. Train outside of that function."
+        f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take part in "
+        "averaging its gradients. Train outside of that code."
     )
 
 

@@ -193,8 +193,8 @@ class Sites:
             if not torch.equal(before, checksums([leaf])):
                 warn(
                     f"parwrap: the backward at {place} does not average the gradient of a tensor of shape {tuple(leaf.shape)} that the "
-                    "script changes by hand, because it is no nn.Parameter and no optimizer has it. Each rank trains its own. "
-                    "To average it, make it an nn.Parameter(tensor)."
+                    "script changes by hand. The tensor is no nn.Parameter and no optimizer has it, so each rank trains its own. To "
+                    "average the gradient, write nn.Parameter(tensor)."
                 )
 
         for leaf in leaves:
@@ -296,6 +296,6 @@ def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
         first = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         differ = f"a parameter of shape {mine[first][0]} on rank 0 and of shape {theirs[first][0]} on rank {rank}"
     return RankMismatchError(
-        f"the ranks train different parameters in a backward: {differ}. Gradients can only be averaged of the same ones. Build the same "
-        "model on every rank, outside of training passes or inside `with parwrap.same_draws():`."
+        f"the ranks train different parameters in a backward: {differ}. Only gradients of parameters that all ranks train can be averaged. "
+        "Build the same model on every rank, outside of training passes or inside `with parwrap.same_draws():`."
     )

@@ -314,7 +314,7 @@ class _Sites(Sites):
 
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
-        f"the backward at {script_place()} reaches weights of a sharded model, but not through the outputs of its forward, so that "
-        "strategy='fsdp' has not gathered them. If forward keeps a loss in an attribute, return it. For gradients of gradients "
+        f"the backward at {script_place()} reaches weights of a sharded model, but not through the outputs of its forward, so "
+        "strategy='fsdp' has not gathered these weights. If forward keeps a loss in an attribute, return it. For gradients of gradients "
         "(create_graph=True) and re-entrant checkpoints (use_reentrant=True) use strategy='ddp'."
     ) from error

@@ -236,7 +236,8 @@ def _refuse_exchanged(info: Any) -> None:
     raise UsageError(
         f"the parameter {info.param_name!r} of a {type(info.module).__name__} was replaced before its forward at {script_place()}, but "
         "strategy='fsdp' has sharded the original one. Replace parameters before the first forward, or copy values: p.data.copy_(values), "
-        "or load_state_dict without assign=True. torch.func.functional_call replaces them too: compute gradients with backward() instead."
+        "or load_state_dict without assign=True. torch.func.functional_call replaces parameters too: compute gradients with backward() "
+        "instead."
     )
 
 

@@ -290,8 +290,8 @@ class ShardedTensors:
         def error(all_ranks: list[Any]) -> Exception:
             return RankMismatchError(
                 f"{place} gives a sharded tensor of shape {tuple(like.shape)} values that differ between ranks. With strategy='fsdp' each "
-                "rank keeps a part of them, so no rank's values would be right. Average them, `values = parwrap.reduce_mean(values)`, or "
-                "draw them inside `with parwrap.same_draws():`."
+                "rank keeps a part of the values, so the tensor would mix those of all ranks. Average the values, `values = "
+                "parwrap.reduce_mean(values)`, or draw them inside `with parwrap.same_draws():`."
             )
 
         agree(self._group, kind, int(checksums([whole])), lambda: None, error)
@@ -433,15 +433,16 @@ def _refuse_lost_write(name: str) -> NoReturn:
 def refuse_alone(what: str) -> NoReturn:
     """Raise :class:`UsageError`: ``what`` needs all ranks, but only one rank runs the current function."""
     raise UsageError(
-        f"{script_place()} needs the other ranks for {what}, because with strategy='fsdp' each rank has only a part of the model. But only "
-        "this rank runs a function decorated with @parwrap.rank_zero_only: do it outside of that function, and save its result there."
+        f"{script_place()} needs the other ranks for {what}, because with strategy='fsdp' each rank has only a part of the model. But code "
+        "inside @parwrap.rank_zero_only or rank_zero_first runs without them: do this on all ranks before that code, which can then save "
+        "or print the result."
     )
 
 
 def refuse_hook(where: str) -> NoReturn:
     """Raise :class:`UsageError` for a hook that torch would not call."""
     raise UsageError(
-        f"a hook {where} would never see a gradient: with strategy='fsdp', gradients are reduced before they get there. Change p.grad "
+        f"a hook {where} would never see a gradient: with strategy='fsdp', gradients are reduced before a hook sees them. Change p.grad "
         "after backward(), or use strategy='ddp'."
     )
 

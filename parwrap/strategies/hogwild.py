@@ -343,7 +343,9 @@ def _refuse_unshareable(parameter: torch.Tensor) -> None:
     if is_lazy(parameter):
         problem = "has no shape yet: run the model once before you build the optimizer"
     elif parameter.device.type != "cpu":
-        problem = f"is on {parameter.device}, but only the memory of the CPU is shared: keep the model there, or choose another strategy"
+        problem = (
+            f"is on {parameter.device}, but only the memory of the CPU is shared: keep the model on the CPU, or choose another strategy"
+        )
     elif parameter.layout != torch.strided:
         problem = f"has the layout {parameter.layout}: only gradients may be sparse"
     else:

@@ -257,6 +257,6 @@ def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tu
 def _different_weights(all_ranks: Sequence[Any]) -> RankMismatchError:
     rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
     return RankMismatchError(
-        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {all_ranks[rank]}. Weights can "
-        "only be averaged of the same ones. Build the same model and optimizer on every rank."
+        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {all_ranks[rank]}. Only weights "
+        "that all ranks step can be averaged: build the same model and optimizer on every rank."
     )

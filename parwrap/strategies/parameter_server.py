@@ -205,7 +205,7 @@ class ParameterServer(Strategy):
         if not optimizers.all():
             raise UsageError(
                 f"{script_place()} runs a backward before any optimizer is built, but strategy='parameter_server' needs the optimizer for "
-                "its steps: build it first. For updates by hand, use strategy='ddp'."
+                "its steps: build the optimizer first. For updates by hand, use strategy='ddp'."
             )
         new = [each for each in optimizers.all() if self._count(each) != len(list(parameters_of(each)))]
         if new:
@@ -323,8 +323,9 @@ class ParameterServer(Strategy):
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         if self._staleness is not None:
             raise UsageError(
-                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow, and "
-                f"with staleness={self._staleness} others would wait for it. Compute in bf16, without a loss scale, or remove staleness."
+                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow. With "
+                f"staleness={self._staleness} the other workers would wait for that step. Compute in bf16, without a loss scale, or remove "
+                "staleness."
             )
 
     # values
@@ -498,6 +499,6 @@ def _pickled(states: list[dict[str, Any]], result: Any) -> bytes:
     except Exception as error:
         warn(
             f"parwrap: the result of the function cannot be pickled ({error}), so the function returns None on the parameter servers. "
-            "Workers return it. To have it on servers too, return numbers, tensors, or lists and dicts of these."
+            "Workers return the result. To return it on servers too, return numbers, tensors, or lists and dicts of these."
         )
         return pickle.dumps((states, None))

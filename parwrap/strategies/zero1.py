@@ -156,8 +156,8 @@ class Zero1(DDP):
         if is_alone():
             raise UsageError(
                 f"{script_place()} asks for {type(optimizer).__name__}.state_dict(), which needs all ranks with strategy='zero1', because "
-                "each holds a part of the state. But only this rank runs a function decorated with @parwrap.rank_zero_only: call "
-                "state_dict() outside of that function, and save its result there."
+                "each holds a part of the state. But code inside @parwrap.rank_zero_only or rank_zero_first runs without the other ranks: "
+                "call state_dict() before that code, on all ranks, and save the result inside."
             )
         state = original()
         return state if self._is_whole(optimizer) else self._shards_of(optimizer).whole(state)
@@ -325,6 +325,6 @@ def _arrived(state: Any, device: torch.device) -> Any:
 def _different_groups(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
     rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
     return RankMismatchError(
-        f"the groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {all_ranks[rank]}. Build the same optimizers "
-        "with the same parameters on every rank."
+        f"the param_groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {all_ranks[rank]}. Build the same "
+        "optimizers with the same parameters on every rank."
     )

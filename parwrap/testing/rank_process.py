@@ -194,8 +194,8 @@ def _tested(setup: RankSetup, task: Task, config: pytest.Config) -> Report:
         return _report(setup.rank, error, config)
     if found:
         text = (
-            f"The test passed, but leaves changed: {', '.join(found)}. The next test runs in the same processes. Undo it in the test, or "
-            "run the test in processes of its own with @pytest.mark.ranks(n, fresh=True)."
+            f"The test passed, but leaves changed: {', '.join(found)}. The next test runs in the same processes. Undo the change in the "
+            "test, or run the test in processes of its own with @pytest.mark.ranks(n, fresh=True)."
         )
         return Report(setup.rank, "failed", time.time(), text)
     return Report(setup.rank, "passed", time.time())

@@ -76,7 +76,7 @@ def test_the_error_says_where_all_ranks_of_the_node_are(pages):
         "  rank 0 is in parwrap.reduce_sum at train.py:52 (backward 0)\n"
         "  rank 1 is in the backward at train.py:40 (backward 1)\n"
         "Every rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide together: "
-        "`if parwrap.any_rank(stop): break`. Draw such a decision inside `with parwrap.same_draws():`."
+        "`if parwrap.any_rank(stop): break`. If the decision is random, draw it inside `with parwrap.same_draws():`."
     ) == str(caught.value)
 
 

@@ -111,7 +111,7 @@ def test_processors_that_round_in_other_ways_take_rank_zeros_weights(monkeypatch
             with torch.no_grad():
                 model[1].weight *= 1 + relative
 
-    said = "weights differ by rounding between ranks, because their processors round in other ways \\(processor 0, processor 1\\)"
+    said = "weights differ by rounding between ranks, because their processors round differently \\(processor 0, processor 1\\)"
     if is_error:
         with (
             pytest.raises(parwrap.RankMismatchError, match=r"1\.weight .* differs between rank 0 and rank 1 after step 2"),

@@ -209,5 +209,7 @@ def test_a_collate_fn_that_was_not_made_yet_is_refused():
 
 @pytest.mark.parametrize(("value", "dtype"), [(0.5, torch.int64), (-1, torch.uint8)])
 def test_a_value_that_the_dtype_has_not_is_refused(value, dtype):
-    with pytest.raises(UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: choose another pad_value, or convert them"):
+    with pytest.raises(
+        UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: choose another pad_value, or convert the sequences"
+    ):
         pad_collate(pad_value=value)([torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)])

@@ -112,9 +112,9 @@ def test_digits_fit_in_half_a_float16():
 def test_the_error_names_the_worst(differ, text):
     with pytest.raises(
         RankMismatchError,
-        match=rf"the ranks have read {text} in the pass at train.py:3. Each rank takes its share of what all ranks hold alike, so samples "
-        "would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, with "
-        r"`with parwrap.same_draws\(\):` around what draws it.",
+        match=rf"the ranks have read {text} in the pass at train.py:3. Ranks divide what all of them hold, so where their data differs, "
+        "samples would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, and "
+        r"draw inside `with parwrap.same_draws\(\):`.",
     ):
         different_data(differ, Place("train.py", 3))
 
@@ -155,8 +155,8 @@ def test_different_texts_are_a_warning():
         parwrap.distributed(),
         pytest.warns(
             UserWarning,
-            match=r"parwrap: training.py:\d+ reads datasets that hold different texts or paths on different ranks. If they do not name the "
-            r"same samples in the same order, sort them: sorted\(os.listdir\(folder\)\).",
+            match=r"parwrap: training.py:\d+ reads datasets that hold different texts or paths on different ranks. If these do not name "
+            r"the same samples in the same order, sort them: sorted\(os.listdir\(folder\)\).",
         ),
     ):
         Training().train(DataLoader(Files(paths)))

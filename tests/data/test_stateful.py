@@ -88,5 +88,5 @@ def test_a_state_from_the_middle_of_a_pass_is_refused_where_it_cannot_go_on(opti
             weight.sum().backward()
             optimizer.step()
             break
-        with pytest.raises(parwrap.UsageError, match=rf"in the middle of a pass, but with {option}='{value}' a pass cannot go on there"):
+        with pytest.raises(parwrap.UsageError, match=rf"in the middle of a pass, but with {option}='{value}' a pass cannot continue there"):
             other.load_state_dict(first.state_dict())

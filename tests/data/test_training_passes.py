@@ -332,8 +332,8 @@ def test_a_backward_in_a_whole_pass_of_a_loader_that_trained_on_shares_names_the
     with pytest.raises(
         UsageError,
         match=r"training.py:\d+ trains in the pass at training.py:\d+, which reads everything on every rank because the model is in "
-        r"eval mode since test_training_passes.py:\d+. The loader was read in shares before, so this would take as many steps as one "
-        r"process does. Call model.train\(\) before the pass begins, or write parwrap.shard\(loader\).",
+        r"eval mode since test_training_passes.py:\d+. The loader was read in shares before, so this pass would take as many steps as "
+        r"in one process. Before the pass begins, call model.train\(\) and leave gradients on, or write parwrap.shard\(loader\).",
     ):
         train()
 
@@ -390,10 +390,10 @@ def test_a_training_pass_without_a_backward_is_named_and_read_whole_from_then_on
     assert 1 == len(said)
     assert str(said[0].message).startswith("parwrap: test_training_passes.py:")
     text = str(said[0].message)
-    assert "read 4 samples on each rank, and no backward followed: what was computed from them is of one rank's share. " in text
+    assert "read 4 samples on each rank, and no backward followed: what was computed from them covers only this rank's share. " in text
     assert (
-        "From now on every rank reads everything at this line. To have that from the first pass on, put the loop into torch.no_grad()."
-        in text
+        "From now on every rank reads everything at this line. To read everything from the first pass on, put the loop into "
+        "`with torch.no_grad():`." in text
     )
 
 

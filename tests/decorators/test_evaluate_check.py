@@ -276,7 +276,10 @@ def test_the_first_call_prints_once_and_what_the_whole_does():
     expected = f"loss {by_own_counter(model(), samples(23))['loss']:.6f}\n"
     with redirect_stdout(io.StringIO()) as text, parwrap.distributed():
         if parwrap.is_rank_zero():
-            with pytest.warns(UserWarning, match=r"talks .* prints something different for a rank's part .* Print its result instead."):
+            with pytest.warns(
+                UserWarning,
+                match=r"talks .* prints something different for a rank's part .* Print the result outside of the function instead.",
+            ):
                 parwrap.evaluate(reduce="mean")(talks)(model(), samples(23))
             assert expected == text.getvalue()
         else:

@@ -129,7 +129,10 @@ def test_on_one_rank_there_is_nothing_to_explain(capfd):
     with parwrap.explain():
         Loop().train(DataLoader(data(), batch_size=3))
 
-    assert "parwrap: one rank runs, so it reads, trains and writes as without parwrap\n" == capfd.readouterr().err
+    assert (
+        "parwrap: one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start several, as "
+        "with --nproc-per-node 2\n"
+    ) == capfd.readouterr().err
 
 
 def test_a_report_in_a_missing_folder_is_refused():

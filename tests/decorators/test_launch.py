@@ -18,7 +18,10 @@ from parwrap.errors import LaunchError, UsageError
 from parwrap.inline import launching
 
 STATE = {"calls": 0}
-ELSEWHERE = r"^parwrap: nprocs=3 has no effect here, because the function runs on the 2 ranks that run\.$"
+ELSEWHERE = (
+    r"^parwrap: nprocs=3 has no effect here, because the function runs on the 2 ranks that are running already\. Remove nprocs=, or start "
+    r"the script as one process\.$"
+)
 
 
 def test_arguments_go_to_the_function():
@@ -188,7 +191,7 @@ def counted():
         ({"nprocs": "two"}, r"^nprocs='two' is not a positive number of ranks"),
         (
             {"start_method": "thread"},
-            r"^start_method='thread' is not a valid value\. Choose one of: None: ranks are forked from the calling pr",
+            r"^start_method='thread' is not a valid value\. Choose one of: None: on Linux, ranks are forked from the c",
         ),
     ],
 )
@@ -264,7 +267,7 @@ def test_ranks_are_spawned_with_cloudpickle_once_cuda_has_started(monkeypatch):
     with pytest.raises(
         UsageError,
         match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, but cloudpickle, which sends functions to them, "
-        r"is not installed: pip install cloudpickle, or install parwrap\[notebook\]\. Or call it before anything starts CUDA",
+        r"is not installed: pip install cloudpickle, or parwrap\[notebook\]\. On Linux, ranks are forked and need no cloudpickle if",
     ):
         parwrap.launch(print, nprocs=2)
 
@@ -280,7 +283,9 @@ def test_asking_the_driver_for_gpus_starts_cuda_too(monkeypatch):
 
 def test_a_daemonic_process_cannot_start_ranks(monkeypatch):
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    with pytest.raises(UsageError, match="a daemonic process of multiprocessing cannot start processes: call it in the main process"):
+    with pytest.raises(
+        UsageError, match="a daemonic process of multiprocessing cannot start processes: make this call in the main process"
+    ):
         parwrap.launch(print, nprocs=2)
 
 

@@ -165,13 +165,24 @@ def test_a_length_is_found_where_a_sample_says_it():
             "length= has 2 lengths, but the dataset of a shuffled DataLoader has 50 samples. If a script has several datasets, pass a "
             "function that takes a sample and returns its length.",
         ),
-        ({"length": "text"}, "length='text' does not name a field with a length. Samples are of type tuple."),
-        ({"length": 1}, "length=1 does not name a field with a length. Samples are of type tuple."),
+        (
+            {"length": "text"},
+            "length='text' does not name a field with a length in samples of type tuple: pass the name or index of one, "
+            "or a function that returns the length of a sample.",
+        ),
+        (
+            {"length": 1},
+            "length=1 does not name a field with a length in samples of type tuple: pass the name or index of one, "
+            "or a function that returns the length of a sample.",
+        ),
         (
             {"length": lambda sample: 2 + sample[1], "max_tokens": 2},
             "sample 1 has 3 tokens, more than the limit of a batch, max_tokens=2: raise max_tokens, or shorten or drop the sample.",
         ),
-        ({"length": type}, "length=<class 'type'> returned <class 'tuple'> for a sample, which is not a number of tokens."),
+        (
+            {"length": type},
+            "length=<class 'type'> returned <class 'tuple'> for a sample, which is not a number of tokens: return an integer.",
+        ),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(options, text):

@@ -94,7 +94,7 @@ def test_alone_as_json_with_launch_variables_half_set(doctor, tmp_path):
 
     assert (1, 1, "") == (code, printed["exit_code"], stderr)
     assert half_set["serious"]
-    assert "To start several, use `python -m parwrap.run`" in half_set["remedy"]
+    assert "To start several ranks, use `python -m parwrap.run`" in half_set["remedy"]
     assert {"RANK": "1"} == printed["ranks"][0]["launch"]["variables"]
     assert ("forked", 2, None, 5) == (test["by"], test["ranks"], test["failure"], len(test["rows"]))
     assert all(row["right"] for row in test["rows"])

@@ -149,7 +149,7 @@ def test_a_note_is_no_error(parts, problem):
 @pytest.mark.parametrize(
     ("variables", "problem", "remedy"),
     [
-        ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not, so", "unset RANK: it then runs as one rank"),
+        ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not, so", "unset RANK: the process then runs as one rank"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 number the nodes of a job", "start the ranks of this node with"),
     ],
 )

@@ -46,11 +46,11 @@ def test_the_first_step_that_differs_is_named_with_both_values():
     [
         ("1/2 of that of one process: the loss is a sum", {}, {"grad": GRAD / 2}, {}),
         ("1/4 of that of one process: the loss is a sum", {}, {"grad": GRAD / 4}, {"ranks": 4}),
-        ("0.8 times that of one process: the loss is divided by another number", {}, {"grad": GRAD * 0.8}, {}),
+        ("0.8 times that of one process: the loss is divided by a number other than that of its samples", {}, {"grad": GRAD * 0.8}, {}),
         ("lr of SGD is 0.1 on one process and 0.2 on 2 ranks", {}, {"grad": GRAD * 2, "options": [{"lr": 0.2}]}, {}),
         ("the weights differ before anything is trained", {}, {"before": START + 1}, {}),
         ("trains on 8 samples on one process and on 9 on 2 ranks", {}, {"grad": -GRAD, "samples": 9}, {}),
-        ("the runs take other ways: a number that was computed from a share", {}, {"grad": -GRAD, "passes": 1}, {}),
+        ("the runs take different branches: a number that was computed from a share", {}, {"grad": -GRAD, "passes": 1}, {}),
         (
             "the step follows 6 batches on one process and 8 on 2 ranks",
             {"batches": 6},
@@ -59,7 +59,7 @@ def test_the_first_step_that_differs_is_named_with_both_values():
         ),
         ("all ranks do the same work", {}, {"grad": -GRAD, "samples": 16, "data": [6.0, 10.0]}, {}),
         ("all ranks do the same work", {}, {"grad": -GRAD}, {"said": f"parwrap: all ranks compute the same losses at 3: {WHOLE_WORK}"}),
-        ("the runs take other ways", {"read": 3}, {"grad": -GRAD, "read": 4}, {}),
+        ("the runs take different branches", {"read": 3}, {"grad": -GRAD, "read": 4}, {}),
         ("the ranks read other samples than one process", {}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
         (f"(augmentation), by each rank for itself: {BY_DESIGN}", {"draws_reading": True}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
         (f"(dropout, noise), which each rank draws for itself: {BY_DESIGN}", {"draws_training": True}, {"grad": GRAD.flip(0)}, {}),
@@ -110,7 +110,7 @@ def test_other_steps_are_a_difference():
         result.difference.one,
         result.difference.several,
     )
-    assert "the runs take other ways" in result.difference.reasons[0]
+    assert "the runs take different branches" in result.difference.reasons[0]
 
 
 def test_an_error_on_several_ranks_is_a_difference_with_its_text():

@@ -16,10 +16,10 @@ import parwrap
 pytestmark = pytest.mark.slow
 
 SUM = "the loss is a sum over the samples"
-OTHER_DIVISOR = "the loss is divided by another number than its samples"
+OTHER_DIVISOR = "the loss is divided by a number other than that of its samples"
 NO_MEAN = "the loss is no mean over samples"
 OWN_START = "the weights differ before anything is trained"
-DECIDES = "the runs take other ways: a number that was computed from a share"
+DECIDES = "the runs take different branches: a number that was computed from a share"
 CAME_APART = "LockstepError: the ranks have come apart"
 OTHER_OPTIONS = "the options of the optimizers differ between rank 0 and rank 1"
 OTHER_ORDER = "the ranks have read the samples in different orders"

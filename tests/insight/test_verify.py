@@ -63,7 +63,11 @@ def test_a_script_that_fails_by_itself_is_no_difference(tmp_path):
 def test_a_script_without_a_step_cannot_be_compared(tmp_path):
     run = verify("print('done')", tmp_path)
 
-    assert (2, "parwrap verify: train.py has ended without a step of an optimizer on one process: there is nothing to compare.\n") == (
+    assert (
+        2,
+        "parwrap verify: train.py has ended without a step of an optimizer on one process: there is nothing to compare. Step with "
+        "an optimizer of torch.optim.\n",
+    ) == (
         run.returncode,
         run.stderr,
     )
@@ -74,13 +78,13 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
     [
         (["--steps", "0"], "verify compares a positive number of steps, not 0."),
         (["--nproc-per-node", "1"], "verify compares one process with a number of ranks above 1, not 1."),
-        (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so its numbers are others: remove it."),
+        (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so the numbers differ: remove it."),
         (
             ["--strategy", "hogwild"],
             "verify compares weights after each step, which --strategy hogwild averages later or never: use ddp or zero1.",
         ),
-        (["--dry-run"], "--dry-run has no effect here: the script runs on ranks of this machine, several times."),
-        (["--against", "fsdp"], "--against fsdp: verify compares with one process, or with --against ddp."),
+        (["--dry-run"], "--dry-run has no effect here: the script runs on ranks of this machine, several times. Remove the option."),
+        (["--against", "fsdp"], "--against fsdp is not possible: verify compares with one process, or with DDP by --against ddp."),
         (
             ["--against", "ddp", "--batch", "global"],
             "--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.",

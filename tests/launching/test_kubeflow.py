@@ -277,7 +277,7 @@ def test_the_name_is_the_scripts(script, name):
         ),
         (
             ["--print", "--image", "i", "--kind", "trainjob", "--nproc-per-node", "auto", "train.py"],
-            "--nproc-per-node auto is not a number, which --kind trainjob needs.",
+            "--nproc-per-node auto is not a number, which --kind trainjob needs: set the number of ranks on each node.",
         ),
     ],
 )

@@ -74,8 +74,8 @@ def test_a_process_that_a_launcher_has_started_as_a_rank_is_one(environ, gpus, s
         (
             ["--nproc-per-node", "2"],
             TWO_A_NODE,
-            "--nproc-per-node 2 would start ranks here, but SLURM started this process as rank 2 of 4. Remove it, start one process per "
-            "node, or add",
+            "--nproc-per-node 2 would start ranks here, but SLURM started this process as rank 2 of 4. Remove --nproc-per-node, "
+            "start one process per node, or add",
         ),
         (["--nproc-per-node", "2"], {"PARWRAP_WORLD_SIZE": "1"}, r"PARWRAP_\* started this process as rank 0 of 1"),
         (

@@ -115,7 +115,8 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
         (
             ["-m", "no.such"],
             0,
-            "cannot find the module no.such, neither in the current directory nor among the installed packages.",
+            "cannot find the module no.such, neither in the current directory nor among the installed packages: change to the directory "
+            "that contains the module, or install it.",
         ),
         (["--plain", "--no-python", "no-such"], 0, "cannot find the program no-such: pass its path, or the name of a program on the PATH."),
         (
@@ -163,7 +164,7 @@ def test_other_decorators_are_checked_by_themselves():
         ),
         (
             ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1"],
-            "but --nproc-per-node or --nnodes asks for several ranks: remove one of them.",
+            "but --nproc-per-node or --nnodes asks for several ranks: remove the options of one of the two.",
         ),
         (["--strategy", "zero1"], "--data-parallel runs one process, and --strategy says how several ranks train together: remove one of"),
         (["--data-parallel", "gpu"], "device_ids names 'gpu', which is not a device"),
@@ -182,5 +183,5 @@ def test_an_option_of_data_parallel_needs_it():
 
 @pytest.mark.skipif(torch.__version__ < (2, 10), reason="torchrun has no such option before torch 2.10")
 def test_a_signal_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"^--signals-to-handle TERM: there is no signal 'TERM'\.$"):
+    with pytest.raises(UsageError, match=r"^--signals-to-handle TERM: there is no signal 'TERM'\. Write names such as SIGTERM,SIGINT\.$"):
         _config(plan("--nproc-per-node", "2", "--signals-to-handle", "TERM", "train.py"), tmp_path)

@@ -158,7 +158,9 @@ def test_each_rank_has_a_gpu_and_ctrl_c_stops_the_job(start, cluster):
 def test_what_the_cluster_does_not_have_is_said(start, cluster):
     process = start("", *LAUNCHER, "--address", cluster, "--cpus-per-worker", "3", "train.py")
 
-    assert "parwrap.run: the job needs 6 CPUs, but the cluster has 2: it waits until the cluster has more\n" == process.stderr.readline()
+    assert (
+        "parwrap.run: the job needs 6 CPUs, but the cluster has 2: the job waits until the cluster has more\n" == process.stderr.readline()
+    )
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=WITHIN)
     assert 130 == process.returncode

@@ -182,7 +182,7 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch, capfd, script):
         (["--nproc-per-node", "2", "--redirects", "9", "train.py"], "parwrap.run: 9 does"),
         (
             ["--nproc-per-node", "2", "--log-dir", "train.py", "train.py"],
-            "parwrap.run: --log-dir train.py cannot be created: File exists.\n",
+            "parwrap.run: --log-dir train.py cannot be created: File exists. Choose another directory.\n",
         ),
     ],
 )

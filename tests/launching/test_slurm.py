@@ -174,8 +174,8 @@ def test_a_loopback_of_this_machine_does_not_go_along_with_a_job_on_several(caps
 
     assert 2 == main(["--launcher", "slurm", "--nodes", "2", "train.py"])
     assert (
-        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but its nodes cannot reach each other there: "
-        "unset it.\n" == capsys.readouterr().err
+        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but the job's nodes cannot reach each other "
+        "through a loopback interface: unset the variable.\n" == capsys.readouterr().err
     )
 
 
@@ -227,8 +227,8 @@ def test_a_log_that_this_machine_cannot_read(programs, capsys, tmp_path, monkeyp
 
     assert (
         "parwrap.run: job 7 ended: FAILED, exit code 181\n"
-        "parwrap.run: cannot read the log of job 7 from here: it is my work/slurm-7.out on its first node; set --output to a path that "
-        "all nodes share\n"
+        "parwrap.run: cannot read the log of job 7 from here: the log is my work/slurm-7.out on the first node of the job. Set --output "
+        "to a path that all nodes share\n"
     ) == followed(capsys, 181)
     programs(scontrol=f"cat <<'END'\n{printed.replace('NodeList=n1', 'NodeList=(null)')}END")
     assert "parwrap.run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)

@@ -474,7 +474,7 @@ def test_gradients_that_are_changed_by_hand_are_said_once(by):
         by(w)
         optimizer.step()
 
-    with pytest.warns(UserWarning, match=r"gradients were changed between backward\(\) and step\(\)\. Inside a window") as said:
+    with pytest.warns(UserWarning, match=r"gradients were changed between backward\(\) and step\(\)\. With parwrap\.accumulate") as said:
         trained(changing, batches=12)
 
     assert len(said) == 1
@@ -631,7 +631,10 @@ def with_gradients_of_its_own(w, optimizer, number):
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (by_hand, r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, but none was called: the gradients"),
+        (
+            by_hand,
+            r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, but this loop never called step: the g",
+        ),
         (with_closure, r"test_accumulation.py:\d+ calls SGD.step\(closure\), which cannot be accumulated: the closure computes the"),
         (with_gradients_of_its_own, r"test_accumulation.py:\d+ calls SGD.step\(\) without a backward since its last step, but"),
     ],

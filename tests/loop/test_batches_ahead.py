@@ -138,5 +138,5 @@ def test_the_losses_of_two_loaders_count_by_their_batches_each_in_its_backward()
 
     with parwrap.distributed(batch="global"):
         assert expected == pytest.approx(two_loaders(together=False), abs=1e-12)
-    with pytest.raises(parwrap.UsageError, match=r"loaders at .* together, .* Call backward for the loss of each"):
+    with pytest.raises(parwrap.UsageError, match=r"one backward for batches of the loaders at .* Call backward for each loss"):
         parwrap.distributed(batch="global")(two_loaders)(together=True)

@@ -177,16 +177,21 @@ def test_a_batch_that_no_size_tells_is_refused(streams, seen):
     drawn(passes, opened(passes, weights=[1.0, 0.5]), 4, 2)
     with pytest.raises(
         UsageError,
-        match=r"test_passes.py:\d+ trains on a batch of the loader at train.py:3, which has drawn others ahead \(4, 2 samples\), so "
-        "parwrap cannot tell which of them this loss belongs to. Call backward before the next batch is drawn, or choose a batch "
-        "size that divides the dataset and the number of ranks.",
+        match=r"test_passes.py:\d+ trains on a batch of the loader at train.py:3, which has drawn several batches ahead \(4, 2 samples\)\. "
+        "Their weights differ, and parwrap cannot tell which batch this loss belongs to. Call backward before the next batch is drawn, or "
+        "choose a batch size that divides the dataset and that the number of ranks divides.",
     ):
         passes.batch(lambda: seen)
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
-    [({4, 7}, 1.2), ({6, 7}, 1.0), (set(), 1.0), ({4, 6}, r"loaders at train.py:3 and train.py:3 together.*\(4, 6 samples\)")],
+    [
+        ({4, 7}, 1.2),
+        ({6, 7}, 1.0),
+        (set(), 1.0),
+        ({4, 6}, r"loaders at train.py:3 and train.py:3, of which this rank has parts of 4, 6 samples"),
+    ],
 )
 def test_of_batches_of_two_loaders_the_one_that_the_graph_shows_counts(streams, seen, expected):
     passes = Passes(streams)

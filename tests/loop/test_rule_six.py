@@ -158,8 +158,8 @@ def test_without_an_optimizer_bare_tensors_are_parameters():
 
 MODEL_LATER = (
     r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass, in an earlier batch. "
-    "What is made inside a training pass belongs to its batch: every rank has another, and no gradient of it is averaged. Make it before "
-    "the loop, where all ranks make the same."
+    "What is made inside a training pass belongs to one batch: each rank has its own, whose gradients are not averaged. Make what several "
+    "batches train before the loop, where all ranks make the same."
 )
 
 
@@ -194,7 +194,7 @@ def test_latents_with_an_optimizer_that_are_kept_for_a_later_batch_are_an_error(
         train()
 
 
-NOT_AVERAGED = r"does not average the gradient of a tensor of shape \(2, 1\) .* make it an nn\.Parameter\(tensor\)"
+NOT_AVERAGED = r"does not average the gradient of a tensor of shape \(2, 1\) .* write nn\.Parameter\(tensor\)"
 
 
 @pytest.mark.ranks(2)

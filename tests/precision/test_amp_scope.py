@@ -86,12 +86,12 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
     part, own = capfd.readouterr().err.splitlines()
     assert part.startswith("parwrap: torch.autocast(enabled=False) at test_amp_scope.py:")
     assert part.endswith(
-        " keeps that part in float32. If it belongs to the script's own option for mixed precision, turn on that option instead of "
-        "parwrap.amp, or remove it."
+        " keeps that part in float32. If this line belongs to the script's own option for mixed precision, turn on that option instead of "
+        "parwrap.amp, or remove the line."
     )
     assert (
-        "parwrap: this script uses torch.autocast itself, so parwrap.amp leaves it alone: it casts nothing itself here. To let parwrap "
-        "do it, remove it from the script."
+        "parwrap: this script uses torch.autocast itself, so parwrap.amp leaves it alone and casts nothing. To let parwrap.amp cast, "
+        "remove torch.autocast from the script."
     ) == own
 
 

@@ -116,8 +116,8 @@ def test_a_script_with_a_scaler_of_its_own_is_left_to_it(capfd):
 
     said = [line for line in capfd.readouterr().err.splitlines() if "GradScaler" in line]
     assert [
-        "parwrap: this script uses GradScaler itself, so parwrap.amp leaves it alone: it scales no loss and skips no step itself here. "
-        "To let parwrap do it, remove it from the script."
+        "parwrap: this script uses GradScaler itself, so parwrap.amp leaves it alone: parwrap.amp scales no loss and skips no step. "
+        "To let parwrap.amp do that, remove GradScaler from the script."
     ] == said
 
 

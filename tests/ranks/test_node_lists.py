@@ -95,7 +95,7 @@ def test_scontrol_reads_random_lists_the_same(scontrol):
         ("n[3-1]", r"it has \[3-1\], which is not a range"),
         ("n[a-b]", r"it has \[a-b\], which is not a range"),
         ("n[1-2-3]", r"it has \[1-2-3\], which is not a range"),
-        ("n[1-70000]", "it names more than 65536 hosts. SLURM sets it; parwrap does not need it if you set MASTER_ADDR and MASTER_PORT"),
+        ("n[1-70000]", "it names more than 65536 hosts. SLURM sets this list, and parwrap does not need it if you set MASTER_ADDR"),
         ("n[1-60000],m[1-60000]", "more than 65536 hosts"),
         ("n[1-999]m[1-999]", "more than 65536 hosts"),
         ("n" * 99 + "[", r"cannot parse the node list 'n{80}\.\.\.'"),

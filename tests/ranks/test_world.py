@@ -212,8 +212,8 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         (
             {"RANK": "0"},
             "^RANK is set but WORLD_SIZE and LOCAL_RANK are not, so the ranks cannot be identified. If no launcher started this process, "
-            "unset RANK: it then runs as one rank. To start several, use `python -m parwrap.run`. Otherwise set WORLD_SIZE and "
-            "LOCAL_RANK too, as torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right "
+            "unset RANK: the process then runs as one rank. To start several ranks, use `python -m parwrap.run`. Otherwise set WORLD_SIZE "
+            "and LOCAL_RANK too, as torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right "
             "values, or PARWRAP_WORLD_SIZE=1 to run on one rank.$",
         ),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE and LOCAL_RANK are set but RANK is not"),

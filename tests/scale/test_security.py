@@ -174,7 +174,7 @@ def test_what_another_user_has_put_at_the_place_of_the_folder_is_refused(tmp_pat
     _, stderr = process.communicate(timeout=WITHIN)
 
     assert process.returncode
-    assert f"the ranks of this node share {place}, but that is not a directory that only this user can access: remove it" in stderr
+    assert f"the ranks of this node share {place}, which is not a directory that only this user can access: remove it" in stderr
 
 
 def send(addresses: set[tuple[str, int]], texts: list[bytes]) -> None:

@@ -38,7 +38,8 @@ class Returns(nn.Module):
         ),
         (
             {"device_ids": ["cpu", 0]},
-            "device_ids=['cpu', 0] mixes the CPU with GPUs: parts of equal size would take far longer on the CPU.",
+            "device_ids=['cpu', 0] mixes the CPU with GPUs: parts of equal size would take far longer on the CPU. Name devices of "
+            "one kind.",
         ),
         ({"gather": "no"}, "gather='no' is neither True, which gathers outputs on the first device, nor False, which leaves them on "),
         ({"loss": "max"}, "loss='max' is not 'mean' or 'sum': it says how a number that the model returns combines the samples."),
@@ -52,9 +53,7 @@ def test_options_that_cannot_be(options, message):
 
 def test_devices_that_do_not_exist():
     with (
-        pytest.raises(
-            parwrap.UsageError, match=r"names cuda:99, but torch sees \d+ GPUs here: choose others, or remove the devices to use"
-        ),
+        pytest.raises(parwrap.UsageError, match=r"names cuda:99, but torch sees \d+ GPUs here: choose other devices, or name none to use"),
         parwrap.data_parallel([99, 99]),
     ):
         pass
@@ -74,7 +73,7 @@ def test_a_model_that_is_not_on_the_first_device():
 REFUSED = {
     "a loss": (
         lambda x: (x[:, 0] * torch.arange(len(x))).mean(),
-        r"a number for each part of the batch \(1, 0\.5\)\. If it is a mean or a sum .*pass loss='mean' or loss='sum' to parwrap\.data_par",
+        r"a number for each part of the batch \(1, 0\.5\)\. If this number .*pass loss='mean' or loss='sum' to parwrap\.data_par",
     ),
     "a float": (lambda x: float(len(x)), r"a number for each part of the batch \(3, 2\)\."),
     "a count": (
@@ -144,7 +143,7 @@ def test_compiled_models_run_on_one_device_with_a_warning():
     model, x = nn.Sequential(nn.Linear(2, 1)), torch.randn(4, 2)
     expected = model(x)
     for compiled in (torch.compile(model, backend="eager"), nn.Sequential(torch.jit.trace(model, x))):
-        with parwrap.data_parallel(TWO), pytest.warns(UserWarning, match=r"cannot divide it: it, or a part of it, is compiled\."):
+        with parwrap.data_parallel(TWO), pytest.warns(UserWarning, match=r"cannot divide it: the model, or a part of it, is compiled\."):
             assert torch.allclose(expected, compiled(x))
 
 

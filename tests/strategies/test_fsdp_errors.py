@@ -60,7 +60,7 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
 
         @parwrap.rank_zero_only
         def look():
-            with pytest.raises(UsageError, match=r"_errors.py:\d+ needs the other ranks for the forward of a Keeps, .*: do it outside"):
+            with pytest.raises(UsageError, match=r"_errors.py:\d+ needs the other ranks for the forward of a Keeps, .*: do this on all"):
                 model(X)
             with pytest.raises(UsageError, match=r"needs the other ranks for gathering a sharded tensor of shape \(2, 2\)"):
                 model.state_dict()

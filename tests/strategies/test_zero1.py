@@ -224,7 +224,7 @@ def test_other_groups_on_another_rank_are_an_error():
             p.grad = torch.ones_like(p)
         optimizer.step()
 
-    with pytest.raises(RankMismatchError, match=r"the groups of an optimizer differ: rank 0 has .* and rank 1 has .* Build the same"):
+    with pytest.raises(RankMismatchError, match=r"the param_groups of an optimizer differ: rank 0 has .* and rank 1 has .* Build the same"):
         parwrap.distributed(strategy="zero1")(run)()
 
 

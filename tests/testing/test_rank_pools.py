@@ -98,7 +98,7 @@ def test_a_test_that_leaves_something_changed_fails_and_names_it(run: Run):
     said = next(line for line in result.stdout.lines if "] The test passed, but leaves changed: " in line).partition(": ")[2]
     for _, named in LEFT:
         assert f", {named}" in f", {said}", named
-    advice = "Undo it in the test, or run the test in processes of its own with @pytest.mark.ranks(n, fresh=True)."
+    advice = "Undo the change in the test, or run the test in processes of its own with @pytest.mark.ranks(n, fresh=True)."
     assert any(line.endswith(f"The next test runs in the same processes. {advice}") for line in result.stdout.lines)
 
 
