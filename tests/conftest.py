@@ -23,6 +23,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    import torch
+
+    for item in items:
+        for marker in item.iter_markers("needs_torch"):
+            if torch.__version__ < marker.args:
+                item.add_marker(pytest.mark.skip(reason=f"needs torch {'.'.join(map(str, marker.args))}: {marker.kwargs['why']}"))
     if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("slow"):

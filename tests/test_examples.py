@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+FSDP = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
 
 
 def commands(name):
@@ -29,7 +30,7 @@ def printed_by(command, folder):
 @pytest.mark.parametrize(
     ("name", "at", "accuracy"),
     [
-        ("fsdp.py", 1, 0.9),
+        pytest.param("fsdp.py", 1, 0.9, marks=FSDP),
         ("hogwild.py", 0, 0.8),
         ("parameter_server.py", 1, 0.85),
         ("parameter_server.py", 2, 0.9),
@@ -43,6 +44,7 @@ def test_an_example_learns_on_ranks(name, at, accuracy, tmp_path):
     assert float(re.findall(r"accuracy (\S+)", printed)[-1]) >= accuracy
 
 
+@FSDP
 @pytest.mark.slow
 def test_a_checkpoint_of_shards_loads_in_a_plain_model(tmp_path):
     import runpy

@@ -29,6 +29,7 @@ def trained(script, **options):
     return parameters(run(script, script_scope(**options))[0])
 
 
+@pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
 @pytest.mark.parametrize(
     "script", [script for script in SCRIPTS if script.stem not in ONE_VECTOR | UNSEEDED], ids=lambda script: script.stem
 )

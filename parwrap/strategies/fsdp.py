@@ -36,7 +36,7 @@ from parwrap.strategies.fsdp_tensors import ShardedTensors, clip_by_norm, is_sha
 from parwrap.strategies.fsdp_units import can_be_sharded, units, unsharded
 from parwrap.strategies.strategy import Loop, refuse_one_vector
 from parwrap.torch_private.autograd import in_backward, tensor_hooks
-from parwrap.torch_private.fsdp import forget_process_groups
+from parwrap.torch_private.fsdp import DISABLED_SUBCLASSES_WORK, forget_process_groups
 
 __all__ = ["FSDP"]
 
@@ -50,6 +50,11 @@ class FSDP(DDP):
     _sites: _Sites
 
     def __init__(self, loop: Loop) -> None:
+        if not DISABLED_SUBCLASSES_WORK:
+            raise UsageError(
+                f"strategy='fsdp' needs torch 2.10 or newer, and this is torch {torch.__version__}: install a newer torch, or use "
+                "strategy='zero1', which also divides the optimizer's state over the ranks."
+            )
         super().__init__(loop)
         self._models: list[weakref.ref[ShardedModel]] = []  # in the order in which all ranks have met them
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all modules of these models

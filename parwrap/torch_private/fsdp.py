@@ -17,6 +17,7 @@ from torch.utils import _pytree
 from parwrap.torch_private.versions import private
 
 __all__ = [
+    "DISABLED_SUBCLASSES_WORK",
     "clip_grads_with_norm_",
     "collect_grad_tensors",
     "forget_process_groups",
@@ -33,6 +34,9 @@ __all__ = [
     "set_pre_backward_registration",
     "unsharded_parameter",
 ]
+
+DISABLED_SUBCLASSES_WORK = torch.__version__ >= (2, 10)  # type: ignore[operator]
+"""Whether methods of tensors that are written in Python, such as ``norm``, run where ``__torch_function__`` is off, as FSDP needs it."""
 
 local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 """This rank's part of a ``DTensor``. The public ``to_local()`` is an operation in the graph, which returns a view."""

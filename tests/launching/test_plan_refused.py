@@ -1,7 +1,6 @@
 """A command line that cannot be carried out is refused, with what to do."""
 
 import pytest
-import torch
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.agent import _config
@@ -181,7 +180,7 @@ def test_an_option_of_data_parallel_needs_it():
         plan("--no-gather", "train.py")
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torchrun has no such option before torch 2.10")
+@pytest.mark.needs_torch(2, 10, why="torchrun has no such option")
 def test_a_signal_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"^--signals-to-handle TERM: there is no signal 'TERM'\. Write names such as SIGTERM,SIGINT\.$"):
         _config(plan("--nproc-per-node", "2", "--signals-to-handle", "TERM", "train.py"), tmp_path)

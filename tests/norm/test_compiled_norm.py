@@ -75,8 +75,12 @@ COMPILED = {
 }
 
 
+IN_ONE_GRAPH = pytest.mark.needs_torch(2, 12, why="momentum=None was not compiled in one graph before")
+MARKS = {"dynamic": (), "cumulative": (pytest.mark.slow, IN_ONE_GRAPH)}
+
+
 @pytest.mark.ranks(2, timeout=120, fresh=True)
-@pytest.mark.parametrize("how", [pytest.param(each, marks=[pytest.mark.slow] * (each != "dynamic")) for each in COMPILED])
+@pytest.mark.parametrize("how", [pytest.param(each, marks=MARKS.get(each, pytest.mark.slow)) for each in COMPILED])
 def test_a_compiled_model_has_the_numbers_of_one_process(how):
     compiled, options = COMPILED[how]
 

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from drawn_order import DrawnOrder
 
+pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
+
 
 class Block(nn.Module):
     def __init__(self, width):

@@ -13,6 +13,8 @@ from torch.optim import SGD
 import parwrap
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
 
+pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
+
 X = torch.ones(3, 2)
 
 

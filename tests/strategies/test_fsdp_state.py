@@ -11,6 +11,8 @@ from torch import nn
 import parwrap
 from test_fsdp import close, is_plain
 
+pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
+
 DATA = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(2))
 
 

@@ -12,6 +12,8 @@ from torch import nn
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
 
+pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
+
 
 def looked_at(model):
     weight, x = model[0].weight, torch.arange(6.0).view(2, 3)

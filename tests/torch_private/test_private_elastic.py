@@ -163,6 +163,15 @@ def test_a_process_that_was_forked_after_cuda_has_started_is():
     assert 1 == child.exitcode
 
 
+def test_a_graph_knows_whether_it_is_exported():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if getattr(torch.compiler, dynamo.EXPORTING) else x - 1
+
+    assert 0.0 == torch.compile(Module(), backend="eager", fullgraph=True)(torch.ones(1)).item()
+    assert 2.0 == torch.export.export(Module(), (torch.ones(1),)).module()(torch.ones(1)).item()
+
+
 def test_the_signals_to_handle_are_an_option_of_torchrun_or_the_same_without_one():
     from torch.distributed.run import get_args_parser
 

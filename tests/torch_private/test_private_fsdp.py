@@ -114,6 +114,13 @@ def test_a_mesh_that_has_forgotten_its_process_groups_does_not_keep_them():
     assert group() is None
 
 
+def test_a_method_in_python_runs_where_subclasses_are_disabled_if_this_torch_can_do_that():
+    with tensors.disable_torch_function():
+        norm = torch.ones(4).as_subclass(type("Sub", (torch.Tensor,), {})).norm if fsdp.DISABLED_SUBCLASSES_WORK else torch.ones(4).norm
+
+        assert 2.0 == norm()
+
+
 def test_a_subclass_can_use_the_plain_operation():
     class Loud(torch.Tensor):
         @classmethod

@@ -73,3 +73,12 @@ def test_a_changed_name_is_an_error_where_it_is_needed():
 
     with pytest.raises(RuntimeError, match=r"has no torch\.nn\.utils\.clip_grad\._scale_all_of_them, which parwrap needs here: install"):
         gone([], 1.0)
+
+
+@pytest.mark.ranks(2)
+def test_a_torch_that_cannot_shard_is_an_error_that_names_the_version(monkeypatch):
+    monkeypatch.setattr("parwrap.strategies.fsdp.DISABLED_SUBCLASSES_WORK", False)
+
+    text = r"^strategy='fsdp' needs torch 2\.10 or newer, and this is torch \S+: install a newer torch, or use strategy='zero1'"
+    with pytest.raises(parwrap.UsageError, match=text), parwrap.distributed(strategy="fsdp"):
+        pass
