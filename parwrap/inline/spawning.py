@@ -26,6 +26,7 @@ from parwrap.errors import UsageError
 from parwrap.inline.rank_process import Job, Task, run
 from parwrap.inline.returned import pickle_module
 from parwrap.ranks.device import choose_device
+from parwrap.ranks.platform import FORKS
 from parwrap.ranks.world import detect
 
 __all__ = ["Interpreter", "become", "loaded", "pack"]
@@ -156,5 +157,6 @@ def _cloudpickle(who: str) -> ModuleType:
     except ImportError:
         raise UsageError(
             f"{who} starts ranks in new interpreters here, but cloudpickle, which sends functions to them, is not installed: pip install "
-            "cloudpickle, or install parwrap[notebook]. Or call it before anything starts CUDA: then ranks are forked, and do not need it."
+            "cloudpickle, or install parwrap[notebook]."
+            + (" Or call it before anything starts CUDA: then ranks are forked, and do not need it." if FORKS else "")
         ) from None
