@@ -18,7 +18,7 @@ OF_LINUX = {"os": "memfd_create pidfd_open sched_getaffinity", "time": "CLOCK_RE
 """What macOS lacks of what parwrap could ask for, by module."""
 
 OF_POSIX = {
-    "os": "fork getpgid getuid killpg mkfifo pread register_at_fork setpgid statvfs O_CLOEXEC O_NOFOLLOW O_NONBLOCK",
+    "os": "fork getpgid getuid killpg mkfifo pread register_at_fork setpgid statvfs O_CLOEXEC O_NOFOLLOW",
     "time": "clock_gettime CLOCK_REALTIME",
     "faulthandler": "register",
     "dist": "HashStore",
@@ -50,7 +50,8 @@ def emulated(folder, system):
     """The environment of processes in which parwrap sees ``system``. ``folder`` is an empty one."""
     (folder / "sitecustomize.py").write_text(Path(__file__).read_text())
     path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])
-    return {**os.environ, SYSTEM: system, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    temporary = str(folder)  # locks of Linux and of Windows do not see each other
+    return {**os.environ, SYSTEM: system, "PYTHONPATH": path, "TMPDIR": temporary, "OMP_NUM_THREADS": "1"}
 
 
 def emulate(system):
