@@ -32,8 +32,8 @@ SIGNALS = r"\b(SIG(?:KILL|HUP|QUIT|USR1|USR2|CHLD|PIPE|XFSZ|ALRM|STOP|CONT)|SIG_
 def seen(source, system):
     """``source`` as it would run on ``system``.
 
-    >>> seen('sys.platform; os.fork(); hasattr(os, "fork"); open("/proc/1/stat"); get_context("fork"); signal.SIGKILL', "win32")
-    "'win32'; os.no_fork(); hasattr(os, "no_fork"); open("/no/proc/1/stat"); get_context("fork"); signal.NO_SIGKILL"
+    >>> print(seen('sys.platform; os.fork(); hasattr(os, "fork"); open("/proc/1/stat"); get_context("fork"); signal.SIGKILL', "win32"))
+    'win32'; os.no_fork(); hasattr(os, "no_fork"); open("/no/proc/1/stat"); get_context("fork"); signal.NO_SIGKILL
     """
     source = re.sub(r"\bsys\.platform\b", repr(system), source)
     source = re.sub(r"/(proc|sys|dev/shm)\b", r"/no/\1", source)
