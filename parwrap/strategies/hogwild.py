@@ -28,6 +28,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
+from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.platform import OPEN_OWN, lock_for_process, shared_memory, unlock_for_process
@@ -282,7 +283,8 @@ class _SharedWeights:
         group = self._group
         if not hasattr(os, "memfd_create"):
             assert group.folder is not None
-            return shared_memory(group.folder / f"weights-{next(_memories)}", size)
+            with passing():
+                return shared_memory(group.folder / f"weights-{next(_memories)}", size)
         descriptor = os.memfd_create("parwrap weights") if group.world.rank == 0 else -1  # not in /dev/shm, which is small in containers
         where = torch.tensor([os.getpid(), descriptor])
         with group.control_message("memory for weights"):
