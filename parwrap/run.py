@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from parwrap.errors import LaunchError
 from parwrap.launching.fork_server import loading, start, stop
 from parwrap.launching.reexec import Reexec
+from parwrap.ranks.platform import FORKS
 from parwrap.ranks.world import detect
 from parwrap.torch_private.dynamo import DYNAMO
 
@@ -118,7 +119,7 @@ def _leave(status: int) -> NoReturn:
 
 def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Guess from the command line without torch's parser: a wrong guess only costs time."""
-    if not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _launcher_likely(argv) or _is_rank(environ):
+    if not FORKS or not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _launcher_likely(argv) or _is_rank(environ):
         return False
     if (_given(argv, "--nnodes") or environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
         return True

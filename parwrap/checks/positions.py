@@ -6,17 +6,16 @@ the line of the script. It reads the pages of the others, and raises before it s
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
 from parwrap.errors import LockstepError
+from parwrap.ranks.platform import shared_memory
 
 __all__ = ["Page", "Positions", "State", "apart"]
 
@@ -141,12 +140,7 @@ class Positions:
         self.opening = _openings[folder]
         _openings[folder] += 1
         self._path = folder / f"positions-{self.opening}"
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.ftruncate(descriptor, SIZE * len(self._ranks))
-            self._memory = mmap.mmap(descriptor, SIZE * len(self._ranks))
-        finally:
-            os.close(descriptor)
+        self._memory = shared_memory(self._path, SIZE * len(self._ranks))
         self._numbers = memoryview(self._memory).cast("q")
         self._length = 0
         self.mine = Page(place="")
@@ -319,4 +313,5 @@ class Positions:
         """Unmap the pages; every rank has opened them by now."""
         self._numbers.release()
         self._memory.close()
-        self._path.unlink(missing_ok=True)
+        with suppress(PermissionError):  # Windows removes no file that another rank has mapped; the folder is removed later
+            self._path.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from parwrap.decorators.scope import Call, ScopeDecorator
 from parwrap.errors import UsageError
 from parwrap.ranks.device import cores
 from parwrap.ranks.environment import environment
+from parwrap.ranks.platform import FORKS
 
 __all__ = ["hogwild"]
 
@@ -62,7 +63,7 @@ class hogwild(ScopeDecorator):
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise UsageError(f"workers={workers!r} is not a positive integer.")
         given = {"lock": lock, "timeout": timeout, "seed": seed}
-        self._ranks = distributed(strategy="hogwild", backend="gloo", nprocs=workers, start_method="fork", **given)
+        self._ranks = distributed(strategy="hogwild", backend="gloo", nprocs=workers, start_method="fork" if FORKS else None, **given)
 
     def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
         start = self._ranks.elsewhere(call)

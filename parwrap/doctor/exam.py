@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from parwrap.doctor.facts import Clock, Examination, Facts, Row, SelfTest
 from parwrap.doctor.measure import all_reduces, clocks
 from parwrap.errors import LaunchError, ParwrapError
 from parwrap.ranks.background import in_background
 from parwrap.ranks.group import opened
+from parwrap.ranks.platform import FORKS
 from parwrap.ranks.rendezvous import job_folder, met
 from parwrap.ranks.store import SignedStore
 from parwrap.ranks.world import World
@@ -36,7 +38,7 @@ LOOK = 0.05
 
 @contextmanager
 def examination(facts: Facts, world: World, timeout: float, backend: str | None) -> Iterator[Exam]:
-    """The exam of this process; started by hand, it forks the other ranks: one for each GPU if there are several, else two on the CPU.
+    """The exam of this process; started by hand, it starts the other ranks: one for each GPU if there are several, else two on the CPU.
 
     Args:
         facts: this rank's facts.
@@ -51,13 +53,15 @@ def examination(facts: Facts, world: World, timeout: float, backend: str | None)
     backend = backend or ("nccl" if gpus > 1 else "gloo")
     size = max(gpus, 2) if backend == "nccl" else 2
     with job_folder() as folder:
-        exams = [
-            Exam(facts, World(rank, size, rank, size, 0, None, f"parwrap://job/{folder.name}"), backend, timeout) for rank in range(size)
-        ]
-        fork = multiprocessing.get_context("fork")
-        for exam in exams[1:]:
-            fork.Process(target=exam.run, daemon=True).start()
-        yield exams[0]
+        worlds = [World(rank, size, rank, size, 0, None, f"parwrap://job/{folder.name}") for rank in range(size)]
+        context: Any = multiprocessing.get_context("fork" if FORKS else "spawn")
+        for other in worlds[1:]:
+            context.Process(target=_examine, args=(facts, other, backend, timeout), daemon=True).start()
+        yield Exam(facts, worlds[0], backend, timeout)
+
+
+def _examine(facts: Facts, world: World, backend: str, timeout: float) -> None:
+    Exam(facts, world, backend, timeout).run()
 
 
 class Exam:

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -30,6 +29,7 @@ from parwrap.doctor.facts import Cores, Facts, Gpu, Gpus, Launch, Limits, Memory
 from parwrap.errors import LaunchError
 from parwrap.launching.routes import interface_of, interfaces
 from parwrap.ranks.device import choose_backend, cores, visible_gpu
+from parwrap.ranks.platform import FORKS
 from parwrap.ranks.store import SECRET
 from parwrap.ranks.world import World, detect, launch_variables
 
@@ -129,7 +129,7 @@ def _memory() -> Memory:
     limit = min((int(limit) for limit in limits if limit.isdecimal()), default=None)
     limited = limit is not None and (total is None or limit < total)
     shared = shared_free = None
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # not Linux
         system = os.statvfs("/dev/shm")
         shared, shared_free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     return Memory(total, available, limit if limited else None, shared, shared_free)
@@ -153,6 +153,11 @@ def _read(path: Path) -> str:
 
 
 def _limits() -> Limits:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return Limits()
+
     def limit(which: int) -> tuple[int | None, int | None]:
         soft, hard = resource.getrlimit(which)
         return tuple(None if value == resource.RLIM_INFINITY else value for value in (soft, hard))  # type: ignore[return-value]
@@ -179,7 +184,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
 
 def _ask_torch() -> dict[str, Any]:
     """Torch's answer from a child process."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("fork" if FORKS else "spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs,), daemon=True)
     with theirs:

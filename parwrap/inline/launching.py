@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import stat
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from parwrap.inline.rank_process import ENDING, MESSAGE, Job, Task, end_file, fa
 from parwrap.inline.returned import CallersObjects, warn_of_changes
 from parwrap.inline.spawning import Interpreter, loaded, pack
 from parwrap.ranks.device import cores, gpu_count
+from parwrap.ranks.platform import FORKS, WINDOWS
 from parwrap.ranks.processes import how_ended
 from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import IN_SCRATCH, INIT_METHOD, ONE_NODE
@@ -89,7 +89,7 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
         The function's result on rank 0.
 
     Raises:
-        UsageError: the result, or the function, cannot be sent.
+        UsageError: the result, or the function, cannot be sent, or this is Windows.
         RankMismatchError: a rank ended without a result.
 
     The exception of the first rank that fails is raised here too, with its traceback as the cause.
@@ -97,7 +97,9 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
     >>> run_on_ranks(Task(lambda: os.environ["PARWRAP_WORLD_SIZE"], [], dict), size=2)
     '2'
     """
-    method = start_method or ("fork" if sys.platform == "linux" and not _cuda_has_started() else "spawn")
+    if WINDOWS:
+        raise UsageError(f"{who} watches ranks through pipes, and Windows cannot wait for those: start ranks with `python -m parwrap.run`.")
+    method = start_method or ("fork" if FORKS and not _cuda_has_started() else "spawn")
     with job_folder() as folder:
         start = _forks(task, size, folder, who) if method == "fork" else _spawns(task, size, folder, backend, who)
         with _started(start, size) as ranks:
@@ -158,9 +160,7 @@ def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
 
 def _refuse_fork(who: str) -> None:
     """Raise :class:`UsageError` if this process cannot fork ranks."""
-    if not hasattr(os, "fork"):
-        problem = "this system cannot fork: start ranks with `python -m parwrap.run`"
-    elif multiprocessing.current_process().daemon:
+    if multiprocessing.current_process().daemon:
         problem = "a daemonic process of multiprocessing cannot start processes: make this call in the main process"
     elif _cuda_has_started():
         problem = "CUDA has started here, and does not work after a fork: make this call before anything is on a GPU and before "

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistError, HashStore, TCPStore
+import torch.distributed as dist
+from torch.distributed import DistError, FileStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -49,7 +50,7 @@ from parwrap.launching.routes import await_rendezvous, endpoint
 from parwrap.launching.script import run_rank
 from parwrap.launching.signals import forward_once
 from parwrap.launching.waiting import reporting_wait
-from parwrap.ranks.rendezvous import job_folder
+from parwrap.ranks.rendezvous import job_folder, private_folder
 from parwrap.ranks.world import INIT_METHOD
 from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, given_signals, process_context
 from parwrap.torch_private.versions import OF_LAUNCHER, warn_of_newer_torch
@@ -149,7 +150,9 @@ class _OneNode(RendezvousHandler):
         if INIT_METHOD not in os.environ:
             self._variables[INIT_METHOD] = f"{ONE_NODE}://job/{self._job}/{self._starts}"
         self._starts += 1
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
+        on_disk = not hasattr(dist, "HashStore")  # Windows
+        store = FileStore(str(private_folder() / self._job / f"agent-{self._starts}"), 1) if on_disk else dist.HashStore()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def get_backend(self) -> str:
         return ONE_NODE

@@ -18,6 +18,7 @@ from importlib import import_module
 from multiprocessing import forkserver, process, resource_tracker, util
 from typing import NoReturn
 
+from parwrap.ranks.platform import KILL, known_signals
 from parwrap.ranks.processes import die_with_parent
 
 __all__ = ["BLOCKED", "loading", "start", "stop"]
@@ -25,7 +26,7 @@ __all__ = ["BLOCKED", "loading", "start", "stop"]
 LONGEST = 60
 """The maximum length, in bytes, of the path of the directory for sockets: multiprocessing appends up to 40, and Linux allows 107."""
 
-MEANT_FOR_RANKS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+MEANT_FOR_RANKS = known_signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 BLOCKED: set[signal.Signals] = set()
 """Signals that a rank unblocks. A terminal and a scheduler signal all processes of a job: the server ignores them, and a newly forked rank
 receives them once it is ready."""
@@ -79,7 +80,7 @@ def stop() -> None:
     """Kill the server and multiprocessing's resource tracker, and unfreeze what :func:`loading` has frozen: no rank is needed after all."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:  # type: ignore[attr-defined]
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(server._forkserver_pid, KILL)  # type: ignore[attr-defined]
         server._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     gc.unfreeze()

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from parwrap.errors import LaunchError
 from parwrap.launching.failures import Failure
+from parwrap.ranks.platform import WINDOWS
 
 __all__ = ["ALL_RANKS", "LOG", "Lines", "Pipes", "RankOutput", "prefixed"]
 
@@ -79,10 +80,15 @@ class RankOutput:
         log_dir: the directory of the ranks' log files; ``None`` for no files.
 
     Raises:
-        LaunchError: ``log_dir`` cannot be created.
+        LaunchError: ``log_dir`` cannot be created, or this is Windows.
     """
 
     def __init__(self, directory: Path, ranks: int, everyone: bool, log_dir: str | None) -> None:
+        if WINDOWS:
+            raise LaunchError(
+                "--all-ranks and --log-dir need named pipes, which Windows does not have as files: remove them. With PARWRAP_ALL_RANKS=1 "
+                "in the environment, every rank prints, without its number."
+            )
         self.pipes = Pipes(str(directory), everyone, log_dir is not None)
         self._log_dir = log_dir
         self._paths = [directory / f"{local_rank}.{stream}" for local_rank in range(ranks) for stream in STREAMS]

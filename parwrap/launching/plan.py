@@ -26,6 +26,7 @@ from parwrap.launching.job_launchers import launchers_with
 from parwrap.launching.training_options import Given, add_options, decorators, scope_options
 from parwrap.options import Options
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
+from parwrap.ranks.platform import START_METHOD, START_METHODS, WINDOWS
 from parwrap.ranks.world import World, detect
 
 __all__ = ["LaunchPlan", "Script", "columns", "command_parser", "describe", "describe_script", "look_for", "plan_launch", "unknown_option"]
@@ -120,7 +121,10 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     """
     parser = command_parser()
     parser.set_defaults(
-        **NOT_GIVEN, start_method=environ.get("PET_START_METHOD", "forkserver"), rdzv_backend=environ.get("PET_RDZV_BACKEND")
+        **NOT_GIVEN,
+        **({"signals_to_handle": "SIGTERM,SIGINT"} if WINDOWS else {}),
+        start_method=environ.get("PET_START_METHOD", START_METHOD),
+        rdzv_backend=environ.get("PET_RDZV_BACKEND"),
     )
     try:
         given, command = split_at_script(parser, argv)
@@ -129,6 +133,8 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     arguments = parse_options(parser, given, command)
     if arguments.launcher:
         raise UsageError("--launcher must be written in full, not abbreviated.")  # otherwise ``run.py`` has noticed it
+    if arguments.start_method not in START_METHODS:
+        raise UsageError(f"--start-method {arguments.start_method} needs a system that can fork, and this one cannot: remove it.")
     arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
     options = scope_options(arguments)
     outer = _fill_in(arguments, environ, gpus)
@@ -282,7 +288,8 @@ def command_parser() -> argparse.ArgumentParser:
         prog="parwrap run",
         description=(
             "Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun, with two different "
-            "defaults: --nproc-per-node is the number of GPUs, or 1, and --start-method is forkserver."
+            "defaults: --nproc-per-node is the number of GPUs, or 1, and --start-method is "
+            f"{START_METHOD}."
         ),
         parents=[get_args_parser()],
         add_help=False,

@@ -34,6 +34,7 @@ from parwrap.launching.jobs import Job, print_line
 from parwrap.launching.plan import Script, columns, command_parser, describe_script
 from parwrap.launching.routes import interface_of
 from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.platform import START_METHOD
 from parwrap.ranks.store import SECRET, secret_of
 
 __all__ = ["SHARES_FILES", "add_options", "be_a_rank", "describe", "launch"]
@@ -160,7 +161,7 @@ def _check(job: Job) -> None:
         )
     defaults = command_parser()
     for name in OF_THE_AGENT:
-        if getattr(job.plan.torchrun, name) != ("forkserver" if name == "start_method" else defaults.get_default(name)):
+        if getattr(job.plan.torchrun, name) != (START_METHOD if name == "start_method" else defaults.get_default(name)):
             raise UsageError(f"--{name.replace('_', '-')} has no effect in Ray workers: remove it.")
     if job.gpus_per_node and not _cluster(job) and (gpus := torch.cuda.device_count()) < job.nodes:
         raise LaunchError(

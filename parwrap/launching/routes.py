@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import array
 import errno
-import fcntl
 import ipaddress
 import math
 import socket
@@ -27,6 +26,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.plan import LaunchPlan
 from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.platform import WINDOWS
 
 __all__ = [
     "Way",
@@ -230,7 +230,8 @@ def _is_free(host: str, port: int) -> bool:
     """Whether ``port`` of this machine is free."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if not WINDOWS:  # which would share a port that is in use
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError:
@@ -252,7 +253,7 @@ def interfaces() -> dict[str, list[str]]:
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has ``address``; ``None`` where it is unknown, as on macOS."""
     if is_loopback(address):  # covers all of 127.0.0.0/8
-        return LOOPBACK["GLOO_SOCKET_IFNAME"]
+        return LOOPBACK.get("GLOO_SOCKET_IFNAME")
     return next((name for name, addresses in interfaces().items() if str(ipaddress.ip_address(address)) in addresses), None)
 
 
@@ -266,6 +267,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _with_ipv4() -> list[tuple[str, str]]:
+    import fcntl
+
     entries = array.array("B", bytes(1024 * IFREQ.size))
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from parwrap.launching.fork_server import BLOCKED
 from parwrap.launching.output import ALL_RANKS, LOG, Pipes
 from parwrap.launching.plan import Script
 from parwrap.launching.signals import Terminated, note_signals, raise_on_sigterm, terminate
+from parwrap.ranks.platform import WINDOWS, known_signals
 from parwrap.ranks.processes import die_with_parent
 from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD
@@ -81,7 +83,8 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         with recorder:
             if script.scope is not None:
                 raise_on_sigterm()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+            if BLOCKED:  # by the fork server
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
             _run(script, recorder, ending=nullcontext() if script.scope is None else _running_exit_handlers())
     except BaseException as raised:
         error = raised
@@ -114,8 +117,10 @@ def _running_exit_handlers() -> Iterator[None]:
 
 def _run(script: Script, recorder: AbstractContextManager, ending: AbstractContextManager = nullcontext()) -> None:  # noqa: B008
     if script.kind == "program":
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        for number in known_signals("SIGPIPE", "SIGXFSZ"):
             signal.signal(number, signal.SIG_DFL)  # Python ignores them, and other programs would inherit that
+        if WINDOWS:  # which replaces no process
+            sys.exit(subprocess.call([script.target, *script.args]))
         os.execvp(script.target, [script.target, *script.args])
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]

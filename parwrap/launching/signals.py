@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parwrap.ranks.platform import KILL, OPEN_OWN, known_signals, run_after_fork
 from parwrap.torch_private.elastic import process_context
 
 __all__ = ["Terminated", "forward_once", "note_signals", "raise_on_sigterm", "terminate"]
@@ -44,7 +45,7 @@ def terminate(number: int, frame: object) -> None:
 def raise_on_sigterm() -> None:
     """Install :func:`terminate` in this rank, but not in processes that it forks."""
     signal.signal(signal.SIGTERM, terminate)
-    os.register_at_fork(after_in_child=_as_before)
+    run_after_fork(_as_before)
 
 
 def _as_before() -> None:
@@ -54,9 +55,9 @@ def _as_before() -> None:
 
 def note_signals(directory: Path) -> None:
     """Record the signals that this rank receives from now on. The script may override this with ``signal.set_wakeup_fd``."""
-    noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
+    noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | OPEN_OWN | getattr(os, "O_NONBLOCK", 0))
     signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=partial(_forget, noted))
+    run_after_fork(partial(_forget, noted))
 
 
 def _forget(noted: int) -> None:
@@ -89,7 +90,7 @@ def forward_once(directory: Path, closed: list[Any]) -> Callable:
                 os.kill(process.pid, number)
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
-        return wrapped(*args, **{**kwargs, "death_sig": signal.SIGKILL})
+        return wrapped(*args, **{**kwargs, "death_sig": KILL})
 
     return close
 
@@ -107,7 +108,7 @@ def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
 def _received(notes: Path, number: int) -> bool:
     try:
         # the SIGCHLD of a worker that the same Ctrl-C ends may be recorded after the signal
-        last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
+        last = notes.read_bytes().rstrip(bytes(known_signals("SIGCHLD")))[-1:]
         return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
     except FileNotFoundError:  # the rank is still starting
         return False

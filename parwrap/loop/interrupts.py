@@ -6,7 +6,6 @@ that backward all ranks raise. So the ranks of a script that catches the interru
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from parwrap.ranks.platform import raise_in_main_thread
 
 __all__ = ["Interrupts"]
 
@@ -53,7 +54,7 @@ class Interrupts:
                 if signal.getsignal(number) == self._hold:  # else the script has set its own
                     signal.signal(number, before)
         if self.held is not None:  # no backward has come
-            os.kill(os.getpid(), self.held)
+            raise_in_main_thread(self.held)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self.held is None and not self.raised:
@@ -66,7 +67,7 @@ class Interrupts:
 
     def _waited(self, number: int) -> None:
         if self.held == number:
-            os.kill(os.getpid(), number)
+            raise_in_main_thread(number)
 
     def release(self, number: int | None = None, frame: FrameType | None = None) -> None:
         """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward.

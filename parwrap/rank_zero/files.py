@@ -100,7 +100,7 @@ def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in
     scratch.mkdir(mode=0o700)
     with_rank_zero = world.node_rank == 0 and not in_scratch
     overlay = Overlay(rules, JournalReader(folder), os.path.realpath(scratch), with_rank_zero, timeout, check_wait)
-    stands_in = KeptReadable(Journal(folder), progress) if place == 0 else None
+    stands_in = KeptReadable(Journal(folder), progress, str(folder)) if place == 0 else None
     return ReplicaFiles(overlay, progress, stands_in)
 
 

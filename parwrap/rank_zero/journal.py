@@ -8,7 +8,6 @@ look at a recent path.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 import sys
@@ -19,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from parwrap.places import is_ours, is_standard
+from parwrap.ranks.platform import OPEN_OWN, read_at, shared_memory
 
 __all__ = ["Journal", "JournalReader", "Progress", "Sites", "clock"]
 
 
 def clock() -> float:
     """The time by the clock that file systems use, which is a few milliseconds behind."""
+    if sys.platform == "win32":
+        return time.time()
     return time.clock_gettime(getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME))
 
 
@@ -54,7 +56,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._file = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN_OWN, 0o600)
 
     def saved(self, save: str, place: str) -> None:
         """Record that ``save``, a name from :class:`Sites`, can be read at ``place``."""
@@ -98,7 +100,7 @@ class JournalReader:
         self.before: dict[str, str] = {}
         self.alone: list[tuple[float, float]] = []
         self.ended = False
-        self._file = os.open(folder / "journal", os.O_RDONLY | os.O_CREAT, 0o600)
+        self._file = os.open(folder / "journal", os.O_RDONLY | os.O_CREAT | OPEN_OWN, 0o600)
         self._read = 0
         self._lock = threading.Lock()
 
@@ -107,7 +109,7 @@ class JournalReader:
         with self._lock:
             new = os.fstat(self._file).st_size - self._read
             if new > 0:
-                text = os.pread(self._file, new, self._read)
+                text = read_at(self._file, new, self._read)
                 whole = text[: text.rfind(b"\n") + 1]
                 self._read += len(whole)
                 for line in whole.splitlines():
@@ -148,12 +150,7 @@ class Progress:
     ENDED = 2**62
 
     def __init__(self, folder: Path, local_rank: int, local_size: int) -> None:
-        file = os.open(folder / "progress", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(file, 8 * local_size)
-            self._page = mmap.mmap(file, 8 * local_size)
-        finally:
-            os.close(file)
+        self._page = shared_memory(folder / "progress", 8 * local_size)
         self._rank, self._form = local_rank, struct.Struct(f"{local_size}q")
         self.done = 0
 

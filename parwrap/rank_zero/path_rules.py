@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from parwrap.ranks.group import is_alone
+from parwrap.ranks.platform import path_of
 
 __all__ = ["PathRules", "ancestors", "every_rank_writing", "passing"]
 
@@ -122,7 +123,7 @@ class PathRules:
         """The unique name of ``path``: its folder with links resolved, and its last part."""
         text = os.fsdecode(path)
         if dir_fd is not None:
-            text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
+            text = os.path.join(path_of(dir_fd), text)
         folder, name = os.path.split(os.path.abspath(text))
         real = self._folders.get(folder)
         if real is None:

@@ -1,7 +1,8 @@
 """Rank 0's files: every call runs unchanged. Only what slower ranks may still need is kept readable for them.
 
 A checkpoint or a file from before the run stays readable through a descriptor after rank 0 has replaced or removed it, until every rank
-of the node has made as many changes as rank 0. This costs no copy and no time, only disk space until then.
+of the node has made as many changes as rank 0. This costs no copy and no time, only disk space until then. Systems without ``/proc`` use a
+second name of the file instead, in the job's folder.
 """
 
 from __future__ import annotations
@@ -41,17 +42,20 @@ def saved_path(file: Any) -> Any:
 
 
 class KeptReadable:
-    """Files that other ranks of the node can read through this process's descriptors.
+    """Files that other ranks of the node can read through this process's descriptors, or by their second names.
 
     Args:
         journal: tells the other ranks where to read them.
         progress: the changes that all ranks have made.
+        folder: a folder for second names.
     """
 
-    def __init__(self, journal: Journal, progress: Progress) -> None:
-        self._journal, self._progress = journal, progress
+    def __init__(self, journal: Journal, progress: Progress, folder: str) -> None:
+        self._journal, self._progress, self._folder = journal, progress, folder
         self._kept: dict[int, str | None] = {}
-        self._lost_at: dict[int, int] = {}
+        self._lost_at: dict[int | str, int] = {}
+        self._names: dict[str, None] = {}
+        self._named = 0
         self._checkpoints: set[tuple[int, int]] = set()
 
     def is_checkpoint(self, path: Any) -> bool:
@@ -82,15 +86,26 @@ class KeptReadable:
 
     def _keep(self, save: str | None, path: str) -> str:
         if not os.path.isdir("/proc/self/fd"):
-            return path
+            return self._second_name(path)
         descriptor = os.open(path, os.O_RDONLY)
         self._kept[descriptor] = save
         if len(self._kept) > MOST_KEPT:
             self._drop(next(iter(self._kept)))
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
+    def _second_name(self, path: str) -> str:
+        """A hard link to ``path``, or ``path`` itself if it is on another drive than the job's folder."""
+        self._named += 1
+        name = os.path.join(self._folder, f"kept-{self._named}")
+        try:
+            os.link(path, name)
+        except OSError:
+            return path
+        self._names[name] = None
+        return name
+
     def _release(self) -> None:
-        """Close the descriptors of removed files that no rank needs any more.
+        """Let go of removed files that no rank needs any more.
 
         That is so once every other rank has made more changes than rank 0 had made when it removed the file.
         """
@@ -98,6 +113,10 @@ class KeptReadable:
         for descriptor in list(self._kept):
             if os.fstat(descriptor).st_nlink == 0 and slowest > self._lost_at.setdefault(descriptor, self._progress.done):
                 self._drop(descriptor)
+        for name in list(self._names):
+            if os.stat(name).st_nlink == 1 and slowest > self._lost_at.setdefault(name, self._progress.done):
+                del self._names[name], self._lost_at[name]
+                os.unlink(name)
 
     def _drop(self, descriptor: int) -> None:
         self._name_path(descriptor)
@@ -134,7 +153,7 @@ class WriterFiles:
 
     def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
-        self._kept, self._sites, self._copies = KeptReadable(journal, progress), Sites(), 0
+        self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
         self._said: set[Place] = set()
         self._old: set[str] = set()
 

@@ -16,8 +16,12 @@ from parwrap.ranks.node_lists import expanded_counts, expanded_hosts
 
 __all__ = ["LAUNCHERS", "LOOPBACK", "NODE_LAUNCHERS", "NODE_VARIABLES", "Launcher", "Node", "NodeLauncher", "node_of", "sagemakers_hosts"]
 
-LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-"""The variables that make ranks of one node listen only on its loopback interface."""
+LOOPBACK = {
+    name: interface
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    if (interface := {"linux": "lo", "darwin": "lo0"}.get(sys.platform))
+}
+"""The variables that make ranks of one node listen only on its loopback interface; none where it has no fixed name, as on Windows."""
 
 Environ = Mapping[str, str]
 

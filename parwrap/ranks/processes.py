@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
+from multiprocessing.process import BaseProcess
 
 __all__ = ["die_with_parent", "how_ended", "signal_name"]
 
+LOOK = 0.5
+"""Seconds between two looks for the parent process."""
+
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Make the kernel kill this process when its parent ends, however that ends (on Linux).
+    """End this process when its parent ends, however that ends: by the kernel on Linux, elsewhere by a thread that looks.
 
     Args:
         parent: the parent process, which may have ended by now.
@@ -19,8 +26,20 @@ def die_with_parent(parent: int | None = None) -> None:
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_end_after, args=(multiprocessing.parent_process(), os.getppid()), daemon=True).start()
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def _end_after(starter: BaseProcess | None, parent: int) -> None:
+    """End this process after the one that has started it by multiprocessing, else after its ``parent``."""
+    if starter is not None:
+        starter.join()
+    else:
+        while os.getppid() == parent:
+            time.sleep(LOOK)
+    os._exit(1)
 
 
 def signal_name(number: int) -> str:

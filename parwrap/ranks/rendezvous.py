@@ -7,7 +7,6 @@ remove the folders of processes that were killed.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import re
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from parwrap.errors import LaunchError
 from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.platform import OPEN_OWN, is_private, lock, unlock, user
 from parwrap.ranks.store import SignedStore
 from parwrap.ranks.world import ONE_NODE, World
 
@@ -131,7 +131,7 @@ def private_folder() -> Path:
     Raises:
         LaunchError: something else has that name.
     """
-    return _made(Path(tempfile.gettempdir()), f"parwrap-{os.getuid()}")
+    return _made(Path(tempfile.gettempdir()), f"parwrap-{user()}")
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def job_folder() -> Iterator[Path]:
     False
     """
     private = private_folder()
-    with _locked(private, fcntl.LOCK_EX):
+    with _locked(private):
         for left in private.iterdir():
             if left.is_dir():
                 _remove_unused(left)
@@ -162,15 +162,15 @@ def job_folder() -> Iterator[Path]:
 def _used(name: str) -> Iterator[Path]:
     """The private folder ``name`` inside the block; the last process that uses it removes it."""
     private = private_folder()
-    with _locked(private, fcntl.LOCK_EX):  # so that no process removes the folder before it is locked
+    with _locked(private):  # so that no process removes the folder before it is locked
         folder = _made(private, name)
-        lock = _lock(folder, fcntl.LOCK_SH)
+        descriptor = _lock(folder, shared=True)
     try:
         yield folder
     finally:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked since
-        os.close(lock)
-        with _locked(private, fcntl.LOCK_EX):
+        unlock(descriptor)  # also for processes that were forked since
+        os.close(descriptor)
+        with _locked(private):
             _remove_unused(folder)
 
 
@@ -182,7 +182,7 @@ def _made(parent: Path, name: str) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or not is_private(found):
         raise LaunchError(
             f"the ranks of this node share {folder}, which is not a directory that only this user can access: remove it, or set TMPDIR to "
             "another directory, the same for all ranks."
@@ -191,29 +191,31 @@ def _made(parent: Path, name: str) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[None]:
-    lock = _lock(folder, kind)
+def _locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    descriptor = _lock(folder, wait=wait)
     try:
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
-def _lock(folder: Path, kind: int) -> int:
+def _lock(folder: Path, shared: bool = False, wait: bool = True) -> int:
     """A descriptor that locks ``folder`` until it is closed or its process ends."""
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | OPEN_OWN, 0o600)
     try:
-        fcntl.flock(lock, kind)
+        lock(descriptor, shared, wait)
     except BaseException:
-        os.close(lock)
+        os.close(descriptor)
         raise
-    return lock
+    return descriptor
 
 
 def _remove_unused(folder: Path) -> None:
     """Remove ``folder`` unless a process uses it. The caller holds the lock of the folder above."""
-    with suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # used, or another process has removed it
-        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # used, or another process has removed it
+        with _locked(folder, wait=False):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)  # not while the lock is open: Windows removes no open file
 
 
 def _launcher_process(names: list[str]) -> str:

@@ -6,8 +6,6 @@ turns alike, and no rank is more than one turn ahead, so two places for each ran
 
 from __future__ import annotations
 
-import mmap
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from parwrap.ranks.platform import shared_memory
 
 __all__ = ["CAPACITY", "SharedVectors", "keeps_order_of_writes"]
 
@@ -54,12 +54,7 @@ class SharedVectors:
     def __init__(self, path: Path, ranks: int, rank: int) -> None:
         self._rank, self._turn = rank, 0
         size = 8 * ranks * (LINE + 2 * CAPACITY)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.ftruncate(descriptor, size)
-            memory = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+        memory = shared_memory(path, size)
         self._turns = np.frombuffer(memory, np.int64, ranks * LINE)[::LINE]
         self._rows = torch.from_numpy(np.frombuffer(memory, np.float64, offset=8 * ranks * LINE)).view(2, ranks, CAPACITY)
 

@@ -7,7 +7,7 @@ is ``model.share_memory()`` and one process for each worker.)
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +28,10 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
+from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.platform import OPEN_OWN, lock_for_process, shared_memory, unlock_for_process
 from parwrap.strategies.buffers import Buffers
 from parwrap.strategies.ddp import rank_zeros, refuse_alone
 from parwrap.strategies.ddp_sites import made_equal
@@ -161,10 +163,6 @@ def _refuse(group: Group) -> None:
             f"strategy='hogwild' shares the memory of one node, but the {group.world.size} ranks are on several nodes: start them on one "
             "node, or choose another strategy."
         )
-    if not hasattr(os, "memfd_create"):
-        raise UsageError(
-            "strategy='hogwild' needs memory that processes share without a name, which only Linux has: choose another strategy."
-        )
     if group.device.type != "cpu":
         raise UsageError(
             f"strategy='hogwild' shares the memory of the CPU, but this rank trains on {group.device}: set CUDA_VISIBLE_DEVICES to an "
@@ -176,13 +174,13 @@ class _Lock:
     """A file lock that lets one rank at a time take a step. When a process ends, even by a crash, its lock is released."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_OWN, 0o600)
 
     def take(self) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        lock_for_process(self._descriptor)
 
     def release(self) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        unlock_for_process(self._descriptor)
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -216,6 +214,10 @@ class _Place(NamedTuple):
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+_memories = itertools.count()
+"""How many files for weights this process has mapped. All ranks count alike."""
 
 
 class _SharedWeights:
@@ -274,8 +276,15 @@ class _SharedWeights:
             p.data = self._shared[p]
 
     def _memory(self, size: int) -> mmap.mmap:
-        """Map ``size`` bytes that the ranks share: an unnamed file of rank 0, which disappears when the processes end, even by a crash."""
+        """Map ``size`` bytes that the ranks share: an unnamed file of rank 0, which disappears when the processes end, even by a crash.
+
+        Systems other than Linux have no such file, and map one in the job's folder.
+        """
         group = self._group
+        if not hasattr(os, "memfd_create"):
+            assert group.folder is not None
+            with passing():
+                return shared_memory(group.folder / f"weights-{next(_memories)}", size)
         descriptor = os.memfd_create("parwrap weights") if group.world.rank == 0 else -1  # not in /dev/shm, which is small in containers
         where = torch.tensor([os.getpid(), descriptor])
         with group.control_message("memory for weights"):

@@ -6,6 +6,7 @@ Without it, torch would take each rank seconds and pytest 60 ms.
 import importlib
 import json
 import os
+import sys
 from contextlib import suppress
 
 from parwrap.testing.rank_process import minimal_pytest
@@ -22,7 +23,8 @@ def preload(modules: list[str], pytest_options: list[str]) -> None:
         with suppress(Exception):
             importlib.import_module(name)
     minimal_pytest(tuple(pytest_options))
-    os.register_at_fork(before=note_loaded_modules)  # not now: this module moves to the end of sys.modules when it has been imported
+    if sys.platform != "win32":
+        os.register_at_fork(before=note_loaded_modules)  # not now: this module moves to the end of sys.modules when it has been imported
 
 
 if PRELOAD in os.environ:

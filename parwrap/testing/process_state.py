@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from parwrap.ranks.group import current
+from parwrap.ranks.platform import known_signals
 from parwrap.torch_private.process_state import active_modes, global_hooks, open_process_groups
 
 __all__ = ["State", "differences", "seed"]
@@ -45,7 +46,7 @@ MODULES = frozenset(
 )
 """Modules whose callables, and the attributes of whose classes, are compared if they are loaded."""
 
-TORCHS_SIGNALS = {signal.SIGCHLD}
+TORCHS_SIGNALS = known_signals("SIGCHLD")
 """The signals that torch handles from the first ``DataLoader`` with workers on."""
 
 Namespace = dict[str, Any]

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, cast
 import pytest
 from _pytest.config import builtin_plugins
 
+from parwrap.ranks.platform import FORKS, kill_group
 from parwrap.ranks.processes import how_ended
 from parwrap.ranks.world import launch_variables
 from parwrap.testing import rank_process
@@ -100,10 +102,14 @@ def rank_environ() -> dict[str, str]:
 def start_fork_server(preload: Sequence[str] = (), pytest_options: Sequence[str] = ()) -> None:
     """Start multiprocessing's fork server unless it runs already; its imports continue after this function returns.
 
+    Where processes are not forked by default, do nothing: each rank imports what it needs.
+
     Args:
         preload: the names of modules to import besides ``PRELOADED``.
         pytest_options: pytest's options in the ranks.
     """
+    if not FORKS:
+        return
     with _default_start_method_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it on import, in the fork server
         patch.setenv(PRELOAD, json.dumps([[*preload, *PRELOADED], pytest_options]))
@@ -205,7 +211,7 @@ class Pools:
 
 def _start(setup: RankSetup) -> Rank:
     setup.stacks.touch()
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
     ours, theirs = context.Pipe()
     with theirs:
         process = context.Process(target=rank_process.run, args=(setup, theirs), name=f"rank {setup.rank}")
@@ -225,8 +231,7 @@ def _default_start_method_kept() -> Iterator[None]:
 def _end(rank: Rank) -> None:
     """Kill the process if it still runs, with everything that it has started."""
     if rank.process.is_alive():
-        with suppress(ProcessLookupError):
-            os.killpg(rank.process.pid, signal.SIGKILL)
+        kill_group(rank.process.pid)
         rank.process.kill()
     rank.process.join()
     rank.process.close()
@@ -264,7 +269,12 @@ def _dead(rank: Rank, when: float) -> Report:
 
 
 def dump_stacks(ranks: list[Rank]) -> None:
-    """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; a rank that is still starting ends without writing them."""
+    """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; a rank that is still starting ends without writing them.
+
+    Windows has no signal for it, and shows none.
+    """
+    if sys.platform == "win32":
+        return
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGQUIT)
         for child in rank.forked():

@@ -34,6 +34,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.python import importtestmodule
 from _pytest.terminal import TerminalReporter
 
+from parwrap.ranks.platform import kill_group, lead_group, run_after_fork
 from parwrap.testing.rank_fixtures import opened
 
 __all__ = ["RankSetup", "Report", "Task", "minimal_pytest", "run"]
@@ -76,7 +77,8 @@ class RankSetup:
         """Make this process write its stacks to the file at ``path`` on ``SIGQUIT`` or a crash."""
         file = path.open("w")
         faulthandler.enable(file)
-        faulthandler.register(signal.SIGQUIT, file)
+        if sys.platform != "win32":
+            faulthandler.register(signal.SIGQUIT, file)
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,12 @@ class Report:
 def run(setup: RankSetup, connection: Connection) -> None:
     """Run the tests that come through ``connection`` in this process, and send the :class:`Report` of each."""
     gc.freeze()  # the collector skips what the fork server has loaded, so its memory is not copied
-    os.setpgid(0, 0)  # processes that the tests start are killed with it
+    lead_group()  # processes that the tests start are killed with it
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     if setup.capture:
         _redirect_output(setup)
     setup.dump_stacks(setup.stacks)
-    os.register_at_fork(after_in_child=lambda: setup.dump_stacks(setup.stacks_of(os.getpid())))
+    run_after_fork(lambda: setup.dump_stacks(setup.stacks_of(os.getpid())))
     config = minimal_pytest(setup.pytest_options)
     _set_environ({**setup.environ, "TMPDIR": str(setup.folder)})  # what the group leaves there is removed with the folder
     before = dict(os.environ)
@@ -145,7 +147,7 @@ def run(setup: RankSetup, connection: Connection) -> None:
             connection.send(report)
             if report.outcome != "passed":
                 # the group is not closed: that would wait for collectives which cannot end
-                os.killpg(0, signal.SIGKILL)
+                kill_group(os.getpid())
 
 
 def _received(connection: Connection) -> Task | None:
@@ -206,7 +208,7 @@ def _end_with_pytest() -> None:
     pytest_process = multiprocessing.parent_process()
     assert pytest_process is not None
     pytest_process.join()
-    os.killpg(0, signal.SIGKILL)
+    kill_group(os.getpid())
 
 
 def _redirect_output(setup: RankSetup) -> None:
