@@ -38,7 +38,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.9", "wrapt>=2.5", "numpy"],
     extras_require={
-        "report": ["matplotlib"],
+        "report": ["matplotlib", "rich"],
         "progress": ["tqdm"],
         "test": [
             "pytest>=8.1",
@@ -46,6 +46,7 @@ setup(
             "hypothesis",
             "psutil",
             "tqdm",
+            "rich",
             "docutils",
             "h5py",
             "matplotlib",

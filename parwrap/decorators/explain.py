@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -83,10 +84,36 @@ def _explained(file: str | None, module: str | None) -> Iterator[None]:
             yield
     finally:
         if rank() == 0:
-            print(watcher.table(), file=sys.stderr)
+            rows = watcher.rows()
+            _show(rows, watcher.warnings)
             if file is not None:
                 with open(file, "w") as target:
-                    json.dump({"rows": watcher.rows(), "warnings": watcher.warnings}, target, indent=1)
+                    json.dump({"rows": rows, "warnings": watcher.warnings}, target, indent=1)
+
+
+HEAD = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}
+"""The columns of the table, by their keys in a row."""
+
+
+def _show(rows: list[dict[str, Any]], said: list[str]) -> None:
+    """Print the rows and warnings to stderr: on a terminal as a table of rich, if that is installed, so that long cells wrap."""
+    notes = "".join(f"warning: {each}\n" for each in said)
+    if sys.stderr.isatty() and find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="parwrap explains", title_justify="left")
+        for title in HEAD.values():
+            table.add_column(title, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(row[name]) for name in HEAD))
+        Console(stderr=True).print(table, Text(notes), sep="", end="")
+        return
+    lines = [HEAD, *rows]
+    widths = {name: max(len(line[name]) for line in lines) for name in HEAD}
+    text = ["  ".join(line[name].ljust(widths[name]) for name in HEAD).rstrip() for line in lines]
+    print("parwrap explains:", *text, notes, sep="\n", end="", file=sys.stderr)
 
 
 @dataclass
@@ -241,11 +268,3 @@ class _Watcher(Interceptor):
             {"place": str(row.place), "call": row.call, "times": row.times, "what": self._told(row), "rule": row.rule, "change": row.change}
             for row in found
         ]
-
-    def table(self) -> str:
-        """The rows as text, and the warnings."""
-        head = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}
-        lines = [head, *self.rows()]
-        widths = {name: max(len(row[name]) for row in lines) for name in head}
-        text = ["  ".join(row[name].ljust(widths[name]) for name in head).rstrip() for row in lines]
-        return "\n".join(["parwrap explains:", *text, *(f"warning: {each}" for each in self.warnings)])

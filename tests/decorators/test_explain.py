@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from terminal import shown
 
 
 def data(size=12):
@@ -140,17 +141,19 @@ def test_a_report_in_a_missing_folder_is_refused():
         parwrap.explain(report="nowhere/x.json")
 
 
+SCRIPT = """import torch
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(torch.rand(8, 1), batch_size=2):
+    model(x).sum().backward()
+    optimizer.step()
+open('log.txt', 'w').write('x')
+print('done')
+"""
+
+
 def test_a_script_is_explained_by_the_command(tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(1, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for x in torch.utils.data.DataLoader(torch.rand(8, 1), batch_size=2):\n"
-        "    model(x).sum().backward()\n"
-        "    optimizer.step()\n"
-        "open('log.txt', 'w').write('x')\n"
-        "print('done')\n"
-    )
+    (tmp_path / "train.py").write_text(SCRIPT)
 
     command = [sys.executable, "-m", "parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -159,3 +162,24 @@ def test_a_script_is_explained_by_the_command(tmp_path):
     assert (0, "done\n", [f"train.py:{line}" for line in range(4, 9)]) == (run.returncode, run.stdout, [row["place"] for row in rows])
     assert ["rank 0 writes log.txt", "rank 0 speaks"] == [row["what"] for row in rows[3:]]
     assert "train.py:4  DataLoader  each of 2 ranks 4 of 8 samples, SequentialSampler" in run.stderr
+
+
+def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path):
+    text = shown(SCRIPT, tmp_path, "explain", "--nproc-per-node", "2", columns=80)
+    lines = text.replace("\r", "").partition("parwrap explains")[2].partition("└")[0].splitlines()
+
+    assert {80} == {len(line) for line in lines if line.startswith("│")}
+    assert ["train.py:4", "DataLoader", "each of 2 ranks"] == [cell.strip() for cell in _row(lines, "train.py:4")[:3]]
+    assert "each of 2 ranks 4 of 8 samples, SequentialSampler" == " ".join(_column(lines, "train.py:4", 2))
+
+
+def _row(lines, first):
+    return next(cells for line in lines if (cells := re.split("[│┃]", line)[1:]) and cells[0].strip() == first)
+
+
+def _column(lines, first, number):
+    """The parts of a cell that is wrapped."""
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines if line.startswith(("│", "┃"))]
+    start = next(index for index, row in enumerate(rows) if row[0] == first)
+    end = next(index for index in range(start + 1, len(rows)) if rows[index][0])
+    return [row[number] for row in rows[start:end] if row[number]]

@@ -1,17 +1,11 @@
 """``@progress`` on a terminal, which is a pseudo-terminal here, and without one."""
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import sys
-import termios
 
 import pytest
 
 import parwrap
+from terminal import shown
 
 SCRIPT = """
 import torch
@@ -31,32 +25,9 @@ for epoch in range(2):
 """
 
 
-def shown(script, folder, ranks):
-    """What the script shows with ``--progress``, on a terminal."""
-    (folder / "train.py").write_text(script)
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    command = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", str(ranks), "--quiet", "--progress", "train.py"]
-    with subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        parts = []
-        while part := _read(ours):
-            parts.append(part)
-        process.wait(60)
-    os.close(ours)
-    return b"".join(parts).decode()
-
-
-def _read(descriptor):
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # the other end is closed
-        return b""
-
-
 @pytest.mark.parametrize(("ranks", "batches"), [(1, 6), (2, 3)])
 def test_each_training_pass_has_a_bar_with_the_batches_of_the_share(ranks, batches, tmp_path):
-    text = shown(SCRIPT, tmp_path, ranks)
+    text = shown(SCRIPT, tmp_path, "run", "--nproc-per-node", str(ranks), "--quiet", "--progress")
 
     assert ["1", "2"] == sorted(set(re.findall(r"epoch (\d)", text)))
     last = text.replace("\r", "\n").rstrip().splitlines()[-1]
@@ -66,7 +37,7 @@ def test_each_training_pass_has_a_bar_with_the_batches_of_the_share(ranks, batch
 def test_a_loop_with_a_bar_of_its_own_gets_no_other(tmp_path):
     own = SCRIPT.replace("in loader:\n        optimizer", "in tqdm(loader, desc='own'):\n        optimizer")
 
-    text = shown("from tqdm import tqdm\n" + own, tmp_path, 2)
+    text = shown("from tqdm import tqdm\n" + own, tmp_path, "run", "--nproc-per-node", "2", "--quiet", "--progress")
 
     assert (True, False) == ("own: " in text, "epoch" in text)
 

@@ -1,0 +1,32 @@
+"""What a script shows on a terminal, which is a pseudo-terminal here."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+
+def shown(script, folder, *options, columns=120):
+    """What ``parwrap`` shows of a script with ``options`` on a terminal of so many columns."""
+    (folder / "train.py").write_text(script)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-m", "parwrap", *options, "train.py"]
+    with subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        parts = []
+        while part := _read(ours):
+            parts.append(part)
+        process.wait(60)
+    os.close(ours)
+    return b"".join(parts).decode()
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the other end is closed
+        return b""
