@@ -113,7 +113,8 @@ def _show(rows: list[dict[str, Any]], said: list[str]) -> None:
     lines = [HEAD, *rows]
     widths = {name: max(len(line[name]) for line in lines) for name in HEAD}
     text = ["  ".join(line[name].ljust(widths[name]) for name in HEAD).rstrip() for line in lines]
-    print("parwrap explains:", *text, notes, sep="\n", end="", file=sys.stderr)
+    table = "\n".join(["parwrap explains:", *text, notes])
+    print(table, end="", file=sys.stderr)
 
 
 @dataclass
