@@ -168,7 +168,7 @@ def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path):
     text = shown(SCRIPT, tmp_path, "explain", "--nproc-per-node", "2", columns=100)
     lines = text.replace("\r", "").partition("parwrap explains")[2].partition("└")[0].splitlines()
 
-    assert {100} == {len(line) for line in lines if line.startswith("│")}
+    assert all(len(line) <= 100 for line in lines if line.startswith("│"))
     assert ["train.py:4", "DataLoader", "each of 2 ranks 4 of"] == [cell.strip() for cell in _row(lines, "train.py:4")[:3]]
     assert "each of 2 ranks 4 of 8 samples, SequentialSampler" == " ".join(_column(lines, "train.py:4", 2))
 
