@@ -15,7 +15,8 @@ def shown(script, folder, *options, columns=120):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-m", "parwrap", *options, "train.py"]
-    with subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    environ = {**os.environ, "COLUMNS": str(columns)}  # which goes before the terminal's own width
+    with subprocess.Popen(command, cwd=folder, env=environ, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         parts = []
         while part := _read(ours):
