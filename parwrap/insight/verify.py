@@ -9,7 +9,6 @@ import argparse
 import functools
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared
 from parwrap.insight.recording import Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, asked_for, run_in_scratch
 from parwrap.ranks.environment import environment
+from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import IN_SCRATCH
 
 __all__ = ["main", "verify"]
@@ -105,11 +105,11 @@ def verify(
     options = {name: value for name, value in given.items() if name not in ("nprocs", "start_method")}
     others = [each for each in decorators if not isinstance(each, distributed)]
     said: list[str] = []
-    with environment({IN_SCRATCH: "1"}), tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
+    with environment({IN_SCRATCH: "1"}), job_folder() as folder:
 
         def run(name: str, size: int, scopes: Sequence[ScopeDecorator]) -> Recorded:
-            Path(folder, name).mkdir()
-            call = scoped(plain, [*scopes, *others, _Recording(Settings(str(Path(folder, name)), steps, seed, dropout))])
+            (folder / name).mkdir()
+            call = scoped(plain, [*scopes, *others, _Recording(Settings(str(folder / name), steps, seed, dropout))])
             failed = False
             try:
                 run_on_ranks(Task(functools.partial(_until_enough, call, args, kwargs), [], dict), size, who="parwrap.verify")
@@ -118,7 +118,7 @@ def verify(
                     raise
                 failed = True
                 said.append(f"{type(error).__name__}: {error}")
-            return recorded_in(Path(folder, name), failed)
+            return recorded_in(folder / name, failed)
 
         one = run("one", 1, [])
         if not one.steps:
@@ -167,8 +167,8 @@ def _verify(argv: Sequence[str]) -> int:
     _refuse(given)
     settings = Settings("", given.steps, getattr(given, "seed", None) or 0, given.dropout, given.module)
     ranks = int(given.nproc_per_node or 2)
-    with tempfile.TemporaryDirectory(prefix="parwrap-verify-") as folder:
-        result = (_against_ddp if given.against else _against_one)(ranks, asked, settings, Path(folder))
+    with job_folder() as folder:
+        result = (_against_ddp if given.against else _against_one)(ranks, asked, settings, folder)
     print(json.dumps(asdict(result)) if given.json else result)
     return 0 if result.equal else 1
 

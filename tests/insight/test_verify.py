@@ -1,6 +1,7 @@
 """``parwrap verify`` on real scripts, with real runs on one process and on ranks."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -218,3 +219,19 @@ def test_optimizers_that_follow_each_other_are_told_apart():
             train(nn.Linear(4, size), F.cross_entropy, epochs=1)
 
     assert 8 == parwrap.verify(in_stages).steps
+
+
+def test_what_a_killed_verify_has_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "parwrap", "verify", "train.py"]
+
+    def left():
+        return [path for path in (tmp_path / "tmp").glob("*/*") if path.is_dir()]
+
+    subprocess.run(command, cwd=tmp_path, env=environ, timeout=60)
+    assert left()
+    (tmp_path / "train.py").write_text("")
+    subprocess.run(command, cwd=tmp_path, env=environ, timeout=60)
+    assert [] == left()
