@@ -178,7 +178,7 @@ class _Watcher(Interceptor):
         return self._begun(row, loader, original(loader))
 
     def _begun(self, row: _Read, loader: DataLoader, batches: Iterator) -> Iterator:
-        """The batches; once the first is there, the pass has begun."""
+        """Yield the batches, and write into ``row`` how the pass reads and why: known from the first batch on, which begins the pass."""
         optimizers = self._loop.optimizers
         why = "no backward followed before"
         if not torch.is_grad_enabled():
