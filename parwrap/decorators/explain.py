@@ -113,8 +113,7 @@ def _show(rows: list[dict[str, Any]], said: list[str]) -> None:
     lines = [HEAD, *rows]
     widths = {name: max(len(line[name]) for line in lines) for name in HEAD}
     text = ["  ".join(line[name].ljust(widths[name]) for name in HEAD).rstrip() for line in lines]
-    table = "\n".join(["parwrap explains:", *text, notes])
-    print(table, end="", file=sys.stderr)
+    print("\n".join(["parwrap explains:", *text, notes]), end="", file=sys.stderr)
 
 
 @dataclass
