@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 TORCHES = ["2.9", "2.10", "2.11", "2.12", "2.13", "2.14"]
-PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NUMPYS = ["1.26"]
 
 TORCH, PYTHON = "2.13", "3.11"

@@ -196,6 +196,17 @@ class Options:
         """``timeout`` as a ``timedelta``, as torch needs it."""
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
 
+    @property
+    def averages_losses(self) -> bool:
+        """Whether every backward leaves the mean over ranks in its loss (contract, rule 5); with ``"local_sgd"`` only the warm-up does.
+
+        >>> Options().averages_losses, Options(strategy="hogwild").averages_losses
+        (True, False)
+        """
+        if self.strategy == "parameter_server":
+            return self.staleness == 0
+        return self.strategy not in ("local_sgd", "hogwild", "none")
+
     def lr_factor(self, size: int) -> float:
         """The factor of learning rates on ``size`` ranks.
 

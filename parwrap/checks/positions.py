@@ -70,7 +70,7 @@ SENTENCES = {
 
 def sentence(page: Page, place: str) -> str:
     """Words that say what the rank of ``page`` does at ``place``, to put after "rank 3"."""
-    return f"{SENTENCES[State(page.state)].format(place=place)} (backward {page.backwards})"
+    return f"{SENTENCES[State(page.state)].format(place=place)} (backwards begun: {page.backwards})"
 
 
 class Page(NamedTuple):

@@ -35,7 +35,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 
 
 def is_due(step: int) -> bool:
-    """Whether to check after that many steps of the script's optimizers.
+    """Whether to check after that many steps of the script's optimizers, or when that many training passes have begun.
 
     >>> [step for step in range(1, 301) if is_due(step)]
     [1, 2, 3, 4, 8, 16, 32, 64, 100, 200, 300]
@@ -107,7 +107,7 @@ class SameWeights:
         self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped."""
+        """``optimizer`` has stepped. Compare the weights if :func:`is_due` names this step."""
         if is_alone():
             return
         self.note(optimizer)
@@ -117,12 +117,12 @@ class SameWeights:
             self._place = None
 
     def note(self, optimizer: Optimizer) -> None:
-        """The next check compares ``optimizer``, which has stepped."""
+        """``optimizer`` has stepped: the next check compares its parameters and hyperparameters."""
         if not any(optimizer is each for each in self._unchecked):
             self._unchecked.append(optimizer)
 
     def begins_pass(self) -> None:
-        """A pass begins: weights may have been changed without any step."""
+        """A training pass begins. Compare the weights if :func:`is_due` names it: the script may have changed them without a step."""
         self._begun += 1
         if is_due(self._begun):
             self.check()

@@ -46,6 +46,6 @@ class SameWork:
             self._said = True
             self._say(
                 f"all ranks compute the same losses at {place}: {WHOLE_WORK}, which is right but no faster than one process. "
-                'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives it random batches of '
-                "its own, in a loop that draws its batches by hand"
+                'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives each rank random '
+                "batches of its own, in a loop that draws its batches by hand"
             )

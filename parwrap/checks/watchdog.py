@@ -56,7 +56,9 @@ def watched(group: Group, positions: Positions, report: Callable[[str], None]) -
                     theirs = Page(*store.get(f"rank {following}", list))
                     if apart(mine, theirs) or apart(theirs, mine):
                         # the main thread is blocked in native code, so it cannot raise
-                        report(f"{positions.error(f'rank {following} {sentence(theirs, theirs.place)}')}")
+                        there = sentence(theirs, theirs.place)
+                        why = f"rank {following} {there}, and rank {rank} can never meet it there. The ranks of this node"
+                        report(f"{positions.error(why)}")
                         os._exit(1)
 
     with in_background(watch, "parwrap watchdog"):

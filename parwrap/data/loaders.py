@@ -469,8 +469,8 @@ class Loaders(Sources, Interceptor):
             option = "batch='global'" if options.batch == "global" else "uneven='join'"
             raise UsageError(
                 f"{script_place()} loads a state that a StatefulDataLoader had in the middle of a pass, but with {option} a pass cannot "
-                "continue there: it would read other samples. Save the state at the end of a pass, or use batch='per_rank' and another "
-                "uneven=."
+                "continue there: it would read other samples. Save the state at the end of a pass, or use batch='per_rank' with "
+                "uneven='pad' or 'drop'."
             )
         known.resumed, known.copy = seed, None
         if drawn is not None and generator is not None:

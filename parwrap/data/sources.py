@@ -88,7 +88,8 @@ class Sources:
             of = f" of {opened.whole}" if opened.whole is not None else ""
             self._say(
                 f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks, its share; parwrap.reduce_sum adds up "
-                "what the script sums over a pass, such as losses and counts"
+                "sums over these samples, such as correct answers or loss * len(x)"
+                + ("; a loss is the mean over ranks already once backward() was called on it" if self._options().averages_losses else "")
             )
 
     def close(self) -> None:

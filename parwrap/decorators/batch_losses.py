@@ -82,7 +82,10 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         raise UsageError(f"mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not {what}.")
     number = float(count)
     if not (number >= 0 and math.isfinite(number)):
-        raise UsageError(f"mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not {count!r}.")
+        raise UsageError(
+            f"mean_over_ranks: count={count!r} is not the number of tokens or samples whose losses are in loss_sum. Pass a finite number "
+            "that is 0 or more."
+        )
     if is_alone() or trains_apart() or _reads_whole():
         return loss_sum * (1 / number if number else 0.0)
     passes, weight = open_passes(), 1.0

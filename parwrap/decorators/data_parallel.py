@@ -63,7 +63,10 @@ class data_parallel(ScopeDecorator):
                 "devices."
             )
         if loss not in (None, "mean", "sum"):
-            raise UsageError(f"loss={loss!r} is not 'mean' or 'sum': it says how a number that the model returns combines the samples.")
+            raise UsageError(
+                f"loss={loss!r} is neither 'mean' nor 'sum'. loss= says which of the two a scalar that the model returns is, over the "
+                "samples of its batch; leave it out if the model returns none."
+            )
         self._named = None if device_ids == "all" else _devices(device_ids)
         self._gather, self._loss = gather, loss
 

@@ -151,7 +151,8 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
         problem = "is a generator function, whose body runs after the call has returned", "decorate the function that loops over it"
     elif not callable(function):
         raise UsageError(
-            f"@parwrap.{decorator} takes options by name and a function, not {function!r}: write @parwrap.{decorator}(option=value)."
+            f"@parwrap.{decorator} decorates a function, and takes options by their names: {function!r} is neither a function nor a named "
+            f"option. Write @parwrap.{decorator}(option=value)."
         )
     else:
         return

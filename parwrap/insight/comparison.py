@@ -111,7 +111,7 @@ def compared(
         synchronized: whether batch norms are synchronized on several ranks.
         said: what the run on several ranks has printed.
         tolerance: the largest difference that counts as rounding, like :data:`TOLERANCE`. A gradient may differ by 100 times this
-            fraction of its norm.
+            fraction of its norm and a tenth of this fraction of the largest norm so far.
     """
     result = Comparison(ranks)
     seen: defaultdict[int, _Seen] = defaultdict(_Seen)

@@ -129,8 +129,8 @@ def _point(ranks: int, asked: Asked) -> Point:
             raise LaunchError(f"the script fails on {counted(ranks, 'rank')}:\n{run.last()}")
         if not file.exists():
             raise UsageError(
-                f"{asked.script[0]} has ended before {WARM_UP + settings.steps} steps of an optimizer on {counted(ranks, 'rank')}: choose "
-                "fewer --steps, or let the script train longer."
+                f"{asked.script[0]} has ended before {WARM_UP + settings.steps} steps of an optimizer on {counted(ranks, 'rank')}, of "
+                f"which the first {WARM_UP} are not timed: choose fewer --steps, or let the script train longer."
             )
         timed: dict[str, Any] = json.loads(file.read_text())
     if not timed["samples"]:

@@ -70,15 +70,17 @@ def verify(
     """Call ``function(*args, **kwargs)`` in one process and on several ranks with ``batch="global"``, and compare every step.
 
     Both runs use new processes, so that they change nothing in this one. Batch norms are synchronized. Files that the function writes go
-    to scratch, and what it prints is shown. If it takes an argument with a name from below, pass a ``functools.partial``.
+    to scratch, and what it prints is shown. If the function has a parameter with the name of one below, such as ``steps``, pass a
+    ``functools.partial``.
 
     Args:
         function: the training function. Its decorator sets the options of ``distributed``.
         args, kwargs: arguments of the function.
         steps: the number of optimizer steps to compare.
         nprocs: the number of ranks.
-        tolerance: the largest difference that counts as rounding, in a tensor whose largest value is 1 or less, otherwise in proportion;
-            for a gradient, 100 times this fraction of its norm.
+        tolerance: how much a value may differ by rounding, as a fraction of the largest value of its tensor, or of 1 if that is larger.
+            A gradient may differ, in its norm, by 100 times this fraction of its norm and a tenth of this fraction of the largest norm of
+            a gradient so far.
         dropout: whether dropout is on; each rank draws its own.
         seed: the seed of torch, numpy and Python.
 

@@ -44,11 +44,14 @@ class Namespaces:
         self._looked_through = _namespaces([*by_owner.get("", ()), *(by_owner.get(package, ()) if package else ())])
 
     def exchange(self, instead: Mapping[int, Any]) -> None:
-        """Replace objects, given by their ids."""
+        """Replace objects: ``instead`` has the new object for the id of each old one."""
         _exchange(self._looked_through, instead)
 
     def exchange_in_new(self, instead: Mapping[int, Any]) -> None:
-        """Restore the objects, also in all modules that were loaded since, because they may have imported the replaced objects."""
+        """Replace objects as :meth:`exchange` does, also in all modules that were loaded since.
+
+        It undoes patches: those modules may have imported the wrappers.
+        """
         _loaded.by_owner()
         new: Iterable[str] = _loaded.names[self._known :]
         if _loaded.names is not self._names:

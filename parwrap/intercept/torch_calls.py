@@ -126,7 +126,7 @@ def _times(
 
 
 def _backward(interceptor: Interceptor) -> Patches:
-    """``Tensor.backward`` looks up ``torch.autograd.backward`` when it is called, so one patch intercepts both."""
+    """Patch ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called: one patch intercepts both."""
 
     def backward(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         interceptor.backward(_bound(wrapped, *args, **kwargs))
@@ -481,7 +481,10 @@ def _data_parallel(interceptor: Interceptor) -> Patches:
 
 
 def _built(interceptor: Interceptor) -> Patches:
-    """``__init__`` calls ``add_param_group`` for each of its groups, so one patch covers both."""
+    """Patch ``Optimizer.add_param_group``, which ``Optimizer.__init__`` calls too, for each group.
+
+    So one patch reports new optimizers, and groups that are added later.
+    """
 
     def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
         wrapped(*args, **kwargs)
@@ -492,7 +495,10 @@ def _built(interceptor: Interceptor) -> Patches:
 
 @contextmanager
 def _hooked(hook: Callable[[Optimizer], Any], register: Callable) -> Iterator[None]:
-    """``Optimizer.__init__`` rewrites ``step`` of every class that it first sees, so ``step`` is never patched: torch has a hook."""
+    """Call ``hook`` at each step of an optimizer inside the block, by the hook of torch that ``register`` adds.
+
+    ``step`` itself is not patched, because ``Optimizer.__init__`` wraps the ``step`` of each class that it sees for the first time.
+    """
     handle = register(lambda optimizer, args, kwargs: None if is_image(optimizer) else hook(optimizer))
     try:
         yield

@@ -89,7 +89,7 @@ class Nodes:
                     raise
                 set_remaining_restarts(agent, remaining_restarts(agent) - 1)
         if self._started and self._mine == 0:
-            print(f"parwrap: restarted on {', '.join(self._names)}", file=sys.stderr)
+            print(f"parwrap: the ranks start again, on {', '.join(self._names)}", file=sys.stderr)
         if not self._started:
             # this does not join the process: the machine that hosts the store may be off
             threading.Thread(target=self._listen, name="parwrap nodes", daemon=True).start()

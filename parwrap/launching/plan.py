@@ -464,7 +464,9 @@ def _node_counts(arguments: argparse.Namespace) -> tuple[int, int]:
     if arguments.rdzv_backend == "static" and not 0 <= arguments.node_rank < counts[-1]:
         raise UsageError(f"--node-rank {arguments.node_rank} is not less than --nnodes {counts[-1]}: node ranks start at 0.")
     if counts[0] < counts[-1] and arguments.rdzv_backend == "static" and not arguments.standalone:
-        raise UsageError(f"--nnodes {arguments.nnodes} lets nodes join and leave: use --rdzv-endpoint HOST:PORT, not --master-addr.")
+        raise UsageError(
+            f"--nnodes {arguments.nnodes} lets nodes join and leave, which --master-addr does not allow: use --rdzv-endpoint HOST:PORT."
+        )
     if counts[-1] > 1 and not arguments.rdzv_endpoint:
         _require_rendezvous(arguments)
     return counts[0], counts[-1]

@@ -165,7 +165,8 @@ def _check(job: Job) -> None:
             raise UsageError(f"--{name.replace('_', '-')} has no effect in Ray workers: remove it.")
     if job.gpus_per_node and not _cluster(job) and (gpus := torch.cuda.device_count()) < job.nodes:
         raise LaunchError(
-            f"--use-gpu needs {job.nodes} GPUs, but torch can use {gpus} on this machine: start fewer workers, or set --address."
+            f"--use-gpu needs {job.nodes} GPUs, but torch can use {gpus} on this machine: start fewer workers, or name a Ray cluster that "
+            "has them: --address HOST:PORT."
         )
 
 

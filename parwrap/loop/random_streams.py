@@ -45,7 +45,9 @@ def _own_seed(seed: int, rank: int) -> int:
 
 
 class FreshSeeds:
-    """Seeds for generators that the script does not seed, such as ``numpy.random.default_rng()``, without a draw of one process more.
+    """Seeds for generators that the script makes without one, such as ``numpy.random.default_rng()``.
+
+    They are computed and not drawn, so torch's stream is where it would be in one process.
 
     >>> FreshSeeds().next(7) == FreshSeeds().next(7) != FreshSeeds().next(8)
     True

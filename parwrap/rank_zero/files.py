@@ -87,7 +87,8 @@ def _opened(files: Files, module: str | None) -> Iterator[None]:
 def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in_scratch: bool) -> Files:
     """The object that handles this rank's file calls.
 
-    The first rank of each node writes the journal of its node. On nodes without rank 0 it also saves checkpoints.
+    The first rank of each node writes the journal of its node. On a node without rank 0 its ``torch.save`` also writes the whole
+    checkpoint, to scratch; the other ranks of the node write a marker, and load that checkpoint.
     """
     rules = PathRules(world.rank, _began(folder))
     rules.own(os.path.realpath(folder))

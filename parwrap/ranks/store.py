@@ -35,8 +35,8 @@ class SignedStore:
 
     Args:
         store: torch's store.
-        prefix: what the keys of this job or start begin with, so that a value cannot be replayed in another one.
-        secret: the secret of the job; by default that of the environment.
+        prefix: what the keys begin with. The signature covers it: a value that was signed for another prefix is refused.
+        secret: the secret of the job; by default that of the environment. A job with the same secret accepts its values.
 
     >>> from torch.distributed import HashStore
     >>> signed = SignedStore(HashStore(), "start 0", secret="s3cret")

@@ -105,7 +105,11 @@ class Pieces(torch.Tensor):
 
 
 class _Joined(torch.autograd.Function):
-    """Makes the tensor of the pieces. Its gradient goes to the pieces, for autograd functions, which bypass ``__torch_function__``."""
+    """Makes the tensor of the pieces, as an operation of the graph.
+
+    An autograd function that the script applies to the tensor bypasses ``__torch_function__``. The gradient that then arrives here is split
+    by rows, and goes on to the pieces.
+    """
 
     @staticmethod
     def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:

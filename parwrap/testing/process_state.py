@@ -58,7 +58,7 @@ class State:
     Attributes:
         modules: the callables of modules by name, which must stay the identical objects.
         classes: the attributes of classes by name, likewise; no callable may be added.
-        values: other facts by name, which must stay equal; those in a dict are named one by one.
+        values: other facts by name, which must stay equal. Of a fact that is a dict, each entry is compared and reported by itself.
         threads: the running threads.
     """
 

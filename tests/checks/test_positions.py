@@ -73,8 +73,8 @@ def test_the_error_says_where_all_ranks_of_the_node_are(pages):
 
     assert (
         "the ranks have come apart:\n"
-        "  rank 0 is in parwrap.reduce_sum at train.py:52 (backward 0)\n"
-        "  rank 1 is in the backward at train.py:40 (backward 1)\n"
+        "  rank 0 is in parwrap.reduce_sum at train.py:52 (backwards begun: 0)\n"
+        "  rank 1 is in the backward at train.py:40 (backwards begun: 1)\n"
         "Every rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide together: "
         "`if parwrap.any_rank(stop): break`. If the decision is random, draw it inside `with parwrap.same_draws():`."
     ) == str(caught.value)
@@ -94,7 +94,7 @@ def test_a_rank_that_has_ended_raises_if_another_is_blocked_in_a_step(pages):
     first, second = pages
     second.enter(BACKWARD, 7, "train.py:38")
     began = time.monotonic()
-    with pytest.raises(LockstepError, match=r"rank 0 has ended; its last step was at its start \(backward 0\)\n  rank 1 is in the"):
+    with pytest.raises(LockstepError, match=r"rank 0 has ended; its last step was at its start \(backwards begun: 0\)\n  rank 1 is in the"):
         first.end(10, patience=0.2)
 
     assert 2 > time.monotonic() - began

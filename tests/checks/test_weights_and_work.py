@@ -184,8 +184,8 @@ def test_ranks_that_compute_the_same_are_told_so_once(capfd):
     said = capfd.readouterr().err.splitlines()
     expected = [
         f"parwrap: all ranks compute the same losses at {line}: each does the whole work, which is right but no faster than one process. "
-        'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives it random batches of its '
-        "own, in a loop that draws its batches by hand"
+        'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives each rank random batches of '
+        "its own, in a loop that draws its batches by hand"
     ]
 
     assert (expected if parwrap.rank() == 0 else []) == said

@@ -207,7 +207,7 @@ def test_a_loop_without_a_loader_does_the_same_work_on_every_rank_which_is_said_
     said = [line for line in capsys.readouterr().err.splitlines() if "all ranks compute the same losses" in line]
 
     assert (1 if parwrap.is_rank_zero() else 0) == len(said)
-    assert all('draws="per_rank" (--draws per-rank) gives it random batches of its own' in line for line in said)
+    assert all('draws="per_rank" (--draws per-rank) gives each rank random batches of its own' in line for line in said)
 
 
 @pytest.mark.ranks(2)

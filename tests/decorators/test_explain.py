@@ -169,8 +169,10 @@ def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path):
     lines = text.replace("\r", "").partition("parwrap explains")[2].partition("└")[0].splitlines()
 
     assert all(len(line) <= 100 for line in lines if line.startswith("│"))
-    assert ["train.py:4", "DataLoader", "each of 2 ranks 4 of"] == [cell.strip() for cell in _row(lines, "train.py:4")[:3]]
-    assert "each of 2 ranks 4 of 8 samples, SequentialSampler" == " ".join(_column(lines, "train.py:4", 2))
+    assert ["train.py:4", "DataLoader"] == [cell.strip() for cell in _row(lines, "train.py:4")[:2]]
+    wrapped = _column(lines, "train.py:4", 2)
+    assert len(wrapped) > 1  # where it wraps depends on times in other rows
+    assert "each of 2 ranks 4 of 8 samples, SequentialSampler".replace(" ", "") == "".join(wrapped).replace(" ", "")
 
 
 def _row(lines, first):

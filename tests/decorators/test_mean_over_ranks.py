@@ -79,17 +79,16 @@ def test_nothing_counted_is_no_loss():
     assert 0.0 == parwrap.mean_over_ranks(total, 0).item()
 
 
+NO_COUNT = "is not the number of tokens or samples whose losses are in loss_sum. Pass a finite number that is 0 or more."
+
+
 @pytest.mark.parametrize(
     ("loss_sum", "count", "text"),
     [
         (3.0, 1, "mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not float."),
         (torch.ones(2), 2, "mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not one of shape [2]."),
-        (torch.ones(()), -1, "mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not -1."),
-        (
-            torch.ones(()),
-            float("nan"),
-            "mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not nan.",
-        ),
+        (torch.ones(()), -1, f"mean_over_ranks: count=-1 {NO_COUNT}"),
+        (torch.ones(()), float("nan"), f"mean_over_ranks: count=nan {NO_COUNT}"),
     ],
 )
 def test_bad_input(loss_sum, count, text):

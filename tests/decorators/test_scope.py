@@ -168,7 +168,7 @@ def generator():
         (type("Model", (), {}), r"cannot decorate Model.*: it is a class. Instead, decorate the method that trains"),
         (coroutine, r"cannot decorate coroutine \(.*test_scope.py:\d+\): it is a coroutine function.*decorate a plain function"),
         (generator, r"cannot decorate generator .*: it is a generator function.*decorate the function that loops over it"),
-        (5, r"takes options by name and a function, not 5: write @parwrap.scoped\(option=value\)"),
+        (5, r"by their names: 5 is neither a function nor a named option. Write @parwrap.scoped\(option=value\)"),
     ],
 )
 def test_what_a_scope_cannot_serve_is_refused(function, text):

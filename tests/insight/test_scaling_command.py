@@ -62,7 +62,10 @@ def test_what_cannot_be_measured_is_refused(options, expected, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        (SCRIPT.replace("range(20)", "range(1)"), "train.py has ended before 15 steps of an optimizer on 1 rank: choose fewer --steps, or"),
+        (
+            SCRIPT.replace("range(20)", "range(1)"),
+            "train.py has ended before 15 steps of an optimizer on 1 rank, of which the first 5 are not timed: choose fewer --steps, or",
+        ),
         (SCRIPT.replace("DataLoader(TensorDataset(torch.rand(48, 4)), batch_size=8)", "[(torch.rand(8, 4),)] * 6"), "reads no DataLoader"),
         ("raise ValueError('no data')", "the script fails on 1 rank:\n"),
     ],

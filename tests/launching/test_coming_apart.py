@@ -81,7 +81,7 @@ def test_ranks_that_come_apart_end_with_both_places_and_the_remedy(tmp_path, par
     assert 1 == status
     assert "trained" not in stdout
     for rank in (0, 1):
-        assert re.search(rf"^  rank {rank} .* train\.py:\d+ \(backward \d+\)$", stderr, re.MULTILINE), stderr
+        assert re.search(rf"^  rank {rank} .* train\.py:\d+ \(backwards begun: \d+\)$", stderr, re.MULTILINE), stderr
     assert f"train.py:{STEP} " in stderr
     assert "decide together: `if parwrap.any_rank(stop): break`." in stderr
     assert ["finally-0", "finally-1"] == finals(tmp_path)
@@ -126,8 +126,8 @@ def test_a_loss_that_leaves_out_a_batch_norm_on_one_rank_ends_with_both_places(p
 
     assert time.monotonic() - began < ENDS_WITHIN
     assert 1 == status
-    assert "rank 0 waits for the gradients of the backward at train.py:9 (backward 4)" in stderr
-    assert "rank 1 is in the gradient of batch norm 1 in the backward at train.py:9 (backward 4)" in stderr
+    assert "rank 0 waits for the gradients of the backward at train.py:9 (backwards begun: 4)" in stderr
+    assert "rank 1 is in the gradient of batch norm 1 in the backward at train.py:9 (backwards begun: 4)" in stderr
 
 
 def test_a_rank_that_raises_is_named_with_the_place_where_the_other_waits(tmp_path, parwrap_run, script):
@@ -183,7 +183,7 @@ def test_a_signal_ends_a_job_that_trains(tmp_path, started, environ, script, num
     assert status == process.returncode
     assert ["finally-0", "finally-1"] == finals(tmp_path)
     assert took < 10
-    said = stderr.split("such as losses and counts\n")[1]
+    said = stderr.split("backward() was called on it\n")[1]
     assert said.startswith("rank 0 of 2 was interrupted:\nTraceback ") if number == signal.SIGINT else said == "", said
     assert said.count("Traceback") <= 1
     assert [] == left_in(environ)

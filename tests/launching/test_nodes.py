@@ -213,10 +213,10 @@ def test_nodes_come_and_go(tmp_path, hosts):
     assert [0, 128 + signal.SIGTERM, 0] == [status, left[0], back[0]]
     here, there = (f"node {number} ({host.name})" for number, host in enumerate(hosts))
     assert [line for line in stderr.splitlines() if line.startswith("parwrap: ")] == [
-        f"parwrap: restarted on {here}, {there}",
+        f"parwrap: the ranks start again, on {here}, {there}",
         f"parwrap: {there} was stopped by SIGTERM",
-        f"parwrap: restarted on {here}",
-        f"parwrap: restarted on {here}, {there}",
+        f"parwrap: the ranks start again, on {here}",
+        f"parwrap: the ranks start again, on {here}, {there}",
     ]
 
 

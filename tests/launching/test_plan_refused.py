@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
         (
             ["--nnodes", "1:2", "--master-addr", "there", "train.py"],
-            "--nnodes 1:2 lets nodes join and leave: use --rdzv-endpoint HOST:PORT, not --master-addr.",
+            "--nnodes 1:2 lets nodes join and leave, which --master-addr does not allow: use --rdzv-endpoint HOST:PORT.",
         ),
         (
             ["--all-ranks", "--tee", "3", "train.py"],

@@ -258,7 +258,7 @@ def test_a_tampered_value_is_refused(stores, tamper):
         lambda store: SignedStore(store, "start 0", secret=""),
         lambda store: SignedStore(store, "start 1", secret="s3cret"),
     ],
-    ids=["of another job", "without the secret", "of another start"],
+    ids=["with another secret", "without the secret", "of another start"],
 )
 def test_a_replayed_value_is_refused(stores, original):
     store, signed = stores

@@ -122,7 +122,7 @@ def test_ranks_that_come_apart_end_both_nodes_with_the_remedy(tmp_path, nodes, o
     ended = trained(tmp_path / "two", odd, step, *on_two(nodes))
 
     assert 0 not in [status for status, _ in ended], ended
-    assert any(re.search(r"rank [01] (is in|waits for) .* at train\.py:\d+ \(backward \d+\)", said) for _, said in ended), ended
+    assert any(re.search(r"rank [01] (is in|waits for) .* at train\.py:\d+ \(backwards begun: \d+\)", said) for _, said in ended), ended
     assert any("decide together: `if parwrap.any_rank(stop): break`." in said for _, said in ended), ended
     assert not (tmp_path / "two" / "trained.pt").exists()
 

@@ -42,7 +42,11 @@ class Returns(nn.Module):
             "one kind.",
         ),
         ({"gather": "no"}, "gather='no' is neither True, which gathers outputs on the first device, nor False, which leaves them on "),
-        ({"loss": "max"}, "loss='max' is not 'mean' or 'sum': it says how a number that the model returns combines the samples."),
+        (
+            {"loss": "max"},
+            "loss='max' is neither 'mean' nor 'sum'. loss= says which of the two a scalar that the model returns is, over the samples of "
+            "its batch; leave it out if the model returns none.",
+        ),
         ({"devices": 2}, "parwrap.data_parallel has no option 'devices'; did you mean 'device_ids'?"),
     ],
 )
