@@ -212,7 +212,7 @@ def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any
         result, states = run_on_ranks(task, size, options.backend, options.start_method, who)
     except BaseException as error:
         if isinstance(error.__cause__, RemoteTraceback):
-            error.with_traceback(None)  # the rank's is enough; a notebook would show pages of our own frames
+            raise error.with_traceback(None) from error.__cause__  # the rank's is enough; a notebook would show pages of our own frames
         raise
     set_states(states)
     return result
