@@ -74,8 +74,8 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
         ("--start-method spawn", "--start-method has no effect in Ray workers: remove it."),
         (
             "--num-workers 99 --use-gpu",
-            f"--use-gpu needs 99 GPUs, but torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or set "
-            "--address.",
+            f"--use-gpu needs 99 GPUs, but torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or "
+            "name a Ray cluster that has them: --address HOST:PORT.",
         ),
     ],
 )
