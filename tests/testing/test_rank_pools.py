@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pathlib
 import random
 import sys
 import threading
@@ -69,7 +70,7 @@ LEFT = [
     ("os.rename = print", "os.rename"),
     ("random.shuffle = print", "random.shuffle"),
     ("numpy.random.shuffle = print", "numpy.random.shuffle"),
-    ("pathlib.Path.open = print", "pathlib.Path.open"),
+    ("pathlib.Path.open = print", f"{pathlib.Path.__module__}.Path.open"),
     ("sys.excepthook = print", "sys.excepthook"),
     ("sys.stdout = io.StringIO()", "the stream sys.stdout"),
     ("globals()['save'] = print", "test_inner.save"),

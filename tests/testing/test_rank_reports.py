@@ -262,7 +262,7 @@ def test_a_value_that_does_not_pickle_is_named(run: Run, source: str, named: str
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            f"The {named} of test_it cannot be sent to the ranks, which are separate processes: cannot pickle * object. Create it inside "
+            f"The {named} of test_it cannot be sent to the ranks, which are separate processes: cannot pickle *. Create it inside "
             "the test, or let its fixture return what it is created from, such as a path or a number."
         ]
     )

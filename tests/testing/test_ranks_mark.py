@@ -177,11 +177,12 @@ def _runs(pid: int) -> bool:
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_pytest(pytester: pytest.Pytester, inner_options: list[str], how: signal.Signals):
     body = """
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork with threads
         os.fork()
         os.write(2, f"{os.getpid()}\\n".encode())
         time.sleep(60)
         """
-    pytester.makepyfile("import os, time, pytest\n" + on_two_ranks(body))
+    pytester.makepyfile("import os, time, warnings, pytest\n" + on_two_ranks(body))
     command = [sys.executable, "-m", "pytest", "-s", *inner_options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as pytest_process:
         assert pytest_process.stderr is not None
