@@ -108,7 +108,8 @@ def test_ranks_that_are_only_launched_are_plain_processes_with_launch_variables(
     """Options of the interpreter go along when the command begins anew, which it does for ``PYTHONHASHSEED``."""
     options = ("-X", "dev", "-W", "ignore", "-m", "parwrap.run", "--nproc-per-node", "2", "--plain")
     process = started(*options, script(PLAIN), "x")
-    assert ("", "") == process.communicate(timeout=WITHIN)
+    stdout, stderr = process.communicate(timeout=WITHIN)
+    assert ("", "") == (re.sub(r"\[Gloo\] Rank .*\n", "", stdout), stderr)  # which older torches print for the script's process group
 
     facts = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in (0, 1)]
     shared = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -132,6 +133,7 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
     assert (status, sorted(stdout.split())) == (0, ["0", "1"])
 
 
+@pytest.mark.needs_torch(2, 10, why="torchrun has no such option")
 def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run):
     options = ("--virtual-local-rank", "--role", "trainer", "--plain", "--no-python")
     status, stdout, _ = parwrap_run("--nproc-per-node", "2", *options, "printenv", "LOCAL_RANK", "ROLE_NAME")
