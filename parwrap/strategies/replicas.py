@@ -32,6 +32,7 @@ from parwrap.torch_private.modules import (
     registered_parameters,
     shallow_replica,
 )
+from parwrap.torch_private.process_state import default_device
 from parwrap.torch_private.tensors import unsafe_view
 
 __all__ = ["Replica", "current_replica", "is_undivided", "replicas", "run_together", "undivided"]
@@ -366,7 +367,7 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
     # torch.autocast is not used here, because interceptors would take it for the script's own
     autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     cached = torch.is_autocast_cache_enabled()
-    default = torch.get_default_device()
+    default = default_device()
     computing = torch.get_num_threads()
     gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
     streams = [torch.cuda.current_stream(gpu) for gpu in gpus]

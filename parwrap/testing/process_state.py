@@ -24,7 +24,7 @@ import torch
 
 from parwrap.ranks.group import current
 from parwrap.ranks.platform import known_signals
-from parwrap.torch_private.process_state import active_modes, global_hooks, open_process_groups
+from parwrap.torch_private.process_state import active_modes, default_device, global_hooks, open_process_groups
 
 __all__ = ["State", "differences", "seed"]
 
@@ -158,7 +158,7 @@ def _values() -> Iterator[tuple[str, Any]]:
     yield "the root logger", {"level": logging.root.level, "handlers": list(logging.root.handlers), "disable": logging.root.manager.disable}
     yield "numpy's error handling", np.geterr()
     yield "the default dtype", torch.get_default_dtype()
-    yield "the default device", torch.get_default_device()
+    yield "the default device", default_device()
     yield "whether gradients are on", torch.is_grad_enabled()
     yield "inference mode", torch.is_inference_mode_enabled()
     yield "autocast on", {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}

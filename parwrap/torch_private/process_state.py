@@ -11,7 +11,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch
 
-__all__ = ["active_modes", "global_hooks", "open_process_groups"]
+__all__ = ["active_modes", "default_device", "global_hooks", "open_process_groups"]
 
 _GLOBAL = "_global_"
 """How the names of dicts of global hooks begin."""
@@ -39,3 +39,11 @@ def active_modes() -> list[Any]:
         _python_dispatch._get_current_dispatch_mode_stack,
     ]
     return [mode for stack in stacks for mode in stack()]
+
+
+def default_device() -> torch.device:
+    """``torch.get_default_device()``, which fails in torch 2.9 after ``torch.set_default_device(None)``."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")

@@ -46,3 +46,13 @@ def test_active_modes_are_seen():
         assert 1 == len(process_state.active_modes())
 
     assert [] == process_state.active_modes()
+
+
+def test_the_default_device_is_known_also_after_it_was_put_back():
+    torch.set_default_device("meta")
+    try:
+        assert torch.device("meta") == process_state.default_device()
+    finally:
+        torch.set_default_device(None)
+
+    assert torch.device("cpu") == process_state.default_device()
