@@ -166,6 +166,9 @@ class Nodes:
                 for failure in self._store.get(f"failures/{node}", list):
                     Failure.checked(failure).write(self._failures)
             lost = self._store.get("failed", str)
+            if not lost and all(failure.lost_another for failure in read_failures(self._failures)):
+                # a node that is being stopped has lost its ranks, and so have others, before it could say so
+                lost = next((self._store.get(f"lost/{node}", str) for node in others if self._store.has(f"lost/{node}")), "")
             self.lost = bool(lost)
             if lost:
                 print(f"parwrap: {lost}", file=sys.stderr)
@@ -218,6 +221,8 @@ class Nodes:
 
     def _publish(self, failures: Iterable[Failure], lost: str = "") -> None:
         assert self._store is not None
+        if lost:
+            self._store.set(f"lost/{self._mine}", lost)
         self._store.set(f"failures/{self._mine}", [asdict(failure) for failure in failures])
         self._store.set_first("failed", lost)
 

@@ -10,12 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from launched import ended_with_the_test
+from parwrap.launching.failures import Failure
+from parwrap.launching.nodes import Nodes
+from parwrap.ranks.store import SignedStore
 
 ROOT = Path(__file__).parents[2]
 WITHIN = 120
@@ -336,3 +340,31 @@ def test_a_node_that_waits_for_others_can_be_stopped(tmp_path, number, said):
         node.send_signal(number)
 
         assert [(128 + number, "", said)] == ended(node)
+
+
+@pytest.mark.parametrize(
+    ("exception", "said"),
+    [
+        ("LockstepError: the connection to another rank has closed", "parwrap: node 0 (a) was stopped by SIGTERM\n"),
+        ("ValueError: mine", ""),
+    ],
+)
+def test_ranks_that_are_lost_before_a_node_can_say_that_it_is_stopped_wait_for_its_word(tmp_path, exception, said, capsys):
+    """Its own ranks are lost before it can say so. A failure that has another cause is not explained by it."""
+    store, nodes = HashStore(), []
+    for mine in (0, 1):
+        (tmp_path / str(mine)).mkdir()
+        node = Nodes(tmp_path / str(mine), {}, 60, nullcontext)
+        node._mine, node._names, node._answered = mine, ["node 0 (a)", "node 1 (b)"], time.monotonic()
+        node._store = SignedStore(store, "start 0")
+        nodes.append(node)
+    failure = Failure(rank=1, size=2, attempt=0, time=1.0, ending="raised", status=1, exception=exception)
+    failure.write(tmp_path / "1")
+    exchange = threading.Thread(target=nodes[1].exchange)
+    exchange.start()
+    while not nodes[1]._store.has("failed"):
+        time.sleep(0.01)
+    nodes[0].leave(signal.SIGTERM)
+    exchange.join()
+
+    assert (said, bool(said)) == (capsys.readouterr().err, nodes[1].lost)
