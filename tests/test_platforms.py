@@ -54,7 +54,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(params=SYSTEMS)
+@pytest.fixture(params=[system if system == "win32" else pytest.param(system, marks=pytest.mark.slow) for system in SYSTEMS])
 def system(request):
     return request.param
 

@@ -221,6 +221,7 @@ def test_optimizers_that_follow_each_other_are_told_apart():
     assert 8 == parwrap.verify(in_stages).steps
 
 
+@pytest.mark.slow
 def test_what_a_killed_verify_has_left_is_removed_by_the_next(tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")
