@@ -1,6 +1,6 @@
 """What works where a system lacks something of Linux: it is hidden from parwrap in processes on Linux, see ``other_systems.py``.
 
-This emulates macOS and Windows. Nobody has run parwrap on the real ones.
+These tests emulate macOS and Windows. parwrap has not been run on either.
 """
 
 import json

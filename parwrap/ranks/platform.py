@@ -149,7 +149,7 @@ if sys.platform == "win32":
     EVERY_BYTE = 2**31 - 1
 
     def lock(descriptor: int, shared: bool = False, wait: bool = True) -> None:
-        """Lock an open file until it is closed: all of its bytes, or to share it, one byte that nobody else has chosen."""
+        """Lock an open file until it is closed: an exclusive lock takes all bytes, a shared lock one byte at random."""
         place, size = (secrets.randbelow(EVERY_BYTE), 1) if shared else (0, EVERY_BYTE)
         while True:
             os.lseek(descriptor, place, os.SEEK_SET)
