@@ -60,10 +60,14 @@ def system(request):
 
 
 @pytest.fixture
-def python(tmp_path, system):
+def environ(tmp_path_factory, system):
+    """The environment of processes in which parwrap sees ``system``, in a folder of a short path, as sockets need."""
+    return emulated(tmp_path_factory.mktemp("system"), system)
+
+
+@pytest.fixture
+def python(tmp_path, environ):
     """Runs Python where parwrap sees ``system``."""
-    (tmp_path / "system").mkdir()
-    environ = emulated(tmp_path / "system", system)
 
     def run(*arguments, rc=0, **variables):
         done = subprocess.run(
@@ -97,10 +101,10 @@ def test_every_module_can_be_imported(python, system):
         pytest.param(0, ["--max-restarts", "1"], id="restarts", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_learn_the_weights_of_two_ranks_on_linux(tmp_path, system, workers, options):
-    for name in ("linux", "other", "system"):
+def test_two_ranks_learn_the_weights_of_two_ranks_on_linux(tmp_path, environ, workers, options):
+    for name in ("linux", "other"):
         (tmp_path / name).mkdir()
-    other = weights(tmp_path / "other", workers, *options, environ=emulated(tmp_path / "system", system))
+    other = weights(tmp_path / "other", workers, *options, environ=environ)
 
     assert weights(tmp_path / "linux", workers, *options) == other
 

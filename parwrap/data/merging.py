@@ -135,8 +135,7 @@ class _Merge:
         keys = dict.fromkeys(key for each in results for key in each)
         if kind == "mean" and any(each.keys() != keys.keys() for each in results):
             raise UsageError(
-                f"evaluate(reduce='mean'): {name} has different keys on other ranks: use reduce='sum', or return the same keys on all "
-                "ranks."
+                f"evaluate(reduce='mean'): {name} has different keys on some ranks: use reduce='sum', or return the same keys on all ranks."
             )
         of = copy.copy(results[0])
         for key in keys:
@@ -284,12 +283,12 @@ def _in_turn(sizes: list[list[int]]) -> list[int]:
 
 def _same(kind: str, results: list[Any], name: str) -> Any:
     if any(each != results[0] for each in results):
-        raise _differ(kind, name, "is another", map(_short, results), " Pass a function as reduce.")
+        raise _differ(kind, name, "has a different value", map(_short, results), " Pass a function as reduce.")
     return results[0]
 
 
 def _differ(kind: str, name: str, how: str, values: Iterable[Any], then: str = "") -> UsageError:
-    return UsageError(f"evaluate(reduce={kind!r}): {name} {how} on other ranks: {', '.join(map(str, values))}.{then}")
+    return UsageError(f"evaluate(reduce={kind!r}): {name} {how} on some ranks: the ranks have {', '.join(map(str, values))}.{then}")
 
 
 def _no_mean(name: str) -> UsageError:

@@ -87,9 +87,9 @@ class Sources:
             self._said.add(opened.place)
             of = f" of {opened.whole}" if opened.whole is not None else ""
             self._say(
-                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks, its share; parwrap.reduce_sum adds up "
-                "sums over these samples, such as correct answers or loss * len(x)"
-                + ("; a loss is the mean over ranks already once backward() was called on it" if self._options().averages_losses else "")
+                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks. Sums over samples, such as correct "
+                "answers or loss * len(x), are of one rank's samples: parwrap.reduce_sum adds them up over all ranks."
+                + (" A loss is the mean over ranks already once backward() was called on it." if self._options().averages_losses else "")
             )
 
     def close(self) -> None:

@@ -136,7 +136,10 @@ def _memory() -> Memory:
 
 
 def _cgroups(controller: str, name: str) -> list[str]:
-    """The files ``name`` of this process's cgroup and its parents, each of which limits it. In a container, these are the container's."""
+    """The text of the file ``name`` of this process's cgroup and of each cgroup above it; empty where the file is missing.
+
+    Each of these cgroups limits this process. In a container, they are the container's cgroups.
+    """
     texts = []
     for controllers, path in re.findall(r"^\d+:(.*?):/(.*)", _read(Path("/proc/self/cgroup")), re.MULTILINE):
         if controllers == "" or controller in controllers.split(","):

@@ -229,4 +229,7 @@ def _refuse(asked: argparse.Namespace) -> None:
         raise UsageError("--batch per_rank trains on larger batches than one process, so the numbers differ: remove it.")
     strategy = getattr(asked, "strategy", "ddp")
     if strategy not in ("ddp", "zero1"):
-        raise UsageError(f"verify compares weights after each step, which --strategy {strategy} averages later or never: use ddp or zero1.")
+        raise UsageError(
+            "verify compares weights after each step, so all ranks need the same whole weights: use ddp or zero1, not --strategy "
+            f"{strategy}."
+        )

@@ -90,7 +90,7 @@ class Backward(NamedTuple):
 
     @property
     def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
-        """The tensors whose graphs lead to the leaves that get a gradient."""
+        """The tensors whose graphs are searched for leaves: ``inputs`` if there are any, else ``tensors``."""
         return self.options.get("inputs") or self.tensors
 
     @property

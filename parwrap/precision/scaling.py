@@ -47,7 +47,10 @@ class Scaling(Interceptor):
             self._note(each)
 
     def built(self, optimizer: Optimizer) -> None:
-        """Begin a separate training, with a new scale, if an optimizer is built before the first backward."""
+        """Reset the scale if the user's function builds an optimizer before its first backward: a separate training begins then.
+
+        A scale that the script has restored in this call stays.
+        """
         if not (self._begun or self._anew or self._state.restored):
             self._anew = True
             self._state.reset()

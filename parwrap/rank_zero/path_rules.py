@@ -168,7 +168,7 @@ class PathRules:
         self._known.clear()
 
     def temporary_name(self, name: str) -> str:
-        """The random part of a temporary file's name, which marks it as this rank's."""
+        """Add this rank's mark to ``name``, the random part of a temporary file's name, if this thread's calls are intercepted."""
         return f"{name}~r{self._rank}" if self.looks() else name
 
     def of_another_rank(self, path: Any) -> bool:

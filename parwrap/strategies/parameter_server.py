@@ -315,9 +315,9 @@ class ParameterServer(Strategy):
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         raise UsageError(
-            f"{type(optimizer).__name__}.step(closure) at {script_place()} cannot run on a parameter server: the closure computes "
-            "gradients on the worker during the step, which the server takes. Call backward() and then step() without a closure, or choose "
-            "another strategy."
+            f"{type(optimizer).__name__}.step(closure) at {script_place()} cannot run on a parameter server: the server takes the "
+            "step, but the closure computes gradients on the worker. Call backward() and then step() without a closure, or choose another "
+            "strategy."
         )
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:

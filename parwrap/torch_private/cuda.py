@@ -1,4 +1,4 @@
-"""Private names of ``torch.cuda``: what the driver reports before CUDA starts."""
+"""Private names of ``torch.cuda``: how many GPUs the driver gives this process, and whether a fork has made CUDA unusable in it."""
 
 from __future__ import annotations
 

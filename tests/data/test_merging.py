@@ -131,7 +131,7 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
     [
         ("mean", {"n": 3}, {"n": 3}, f"evaluate(reduce='mean'): the result['n'] {WHOLE}"),
         ("mean", torch.tensor(3), torch.tensor(3), f"evaluate(reduce='mean'): the result {WHOLE}"),
-        ("gather", [1], (1,), "evaluate(reduce='gather'): the result has a different type on other ranks: list, tuple."),
+        ("gather", [1], (1,), "evaluate(reduce='gather'): the result has a different type on some ranks: the ranks have list, tuple."),
         ("gather", 3, 4, "evaluate(reduce='gather'): the result is a number, 3: return a list or a tensor, or use 'sum' or"),
         ("gather", torch.tensor(3.0), torch.tensor(3.0), "has shapes that cannot be concatenated along the first dimension: [], []."),
         (
@@ -140,12 +140,17 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             torch.ones(1, 3),
             "the result has shapes that cannot be concatenated along the first dimension: [1,",
         ),
-        ("sum", "a", "b", "evaluate(reduce='sum'): the result is another on other ranks: 'a', 'b'. Pass a function as reduce."),
+        (
+            "sum",
+            "a",
+            "b",
+            "evaluate(reduce='sum'): the result has a different value on some ranks: the ranks have 'a', 'b'. Pass a function as reduce.",
+        ),
         (
             "sum",
             (True,),
             (False,),
-            "evaluate(reduce='sum'): the result[0] is another on other ranks: True, False. Pass",
+            "evaluate(reduce='sum'): the result[0] has a different value on some ranks: the ranks have True, False. Pass",
         ),
         (
             "sum",
@@ -153,19 +158,19 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             torch.tensor([True]),
             "the result is a tensor of bools, which have no sum: return a count, such as `mask.sum()`, or pass a function as reduce.",
         ),
-        ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on other ranks: 1, 2."),
+        ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on some ranks: the ranks have 1, 2."),
         (
             "sum",
             torch.ones(1),
             torch.ones(2),
-            "the result has a different shape on other ranks: [1], [2]. For predictions, use",
+            "the result has a different shape on some ranks: the ranks have [1], [2]. For predictions, use",
         ),
         ("sum", {1}, {2}, "evaluate(reduce='sum'): the result is a set, which cannot be merged: return numbers,"),
         (
             "mean",
             {"a": 1.0},
             {"b": 1.0},
-            "evaluate(reduce='mean'): the result has different keys on other ranks: use reduce='sum', or",
+            "evaluate(reduce='mean'): the result has different keys on some ranks: use reduce='sum', or",
         ),
         (
             {"a": "sum"},
@@ -178,7 +183,7 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             "sum",
             Report(1.0, (None,)),
             Report(1.0, (2,)),
-            "evaluate(reduce='sum'): the result.scores[0] is another on other ranks: None, 2.",
+            "evaluate(reduce='sum'): the result.scores[0] has a different value on some ranks: the ranks have None, 2.",
         ),
     ],
 )

@@ -755,7 +755,7 @@ def test_a_scope_inside_a_scope_entered_while_a_pass_is_open():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("strategy", "of_losses"), [("ddp", "; a loss is the mean over ranks already once backward() was called on it"), ("local_sgd", "")]
+    ("strategy", "of_losses"), [("ddp", " A loss is the mean over ranks already once backward() was called on it."), ("local_sgd", "")]
 )
 def test_a_share_is_said_once_for_each_line(capsys, strategy, of_losses):
     with parwrap.distributed(strategy=strategy):
@@ -764,8 +764,8 @@ def test_a_share_is_said_once_for_each_line(capsys, strategy, of_losses):
             training.train(loader)
     said = [line for line in capsys.readouterr().err.splitlines() if "read" in line]
 
-    expected = "read 4 of 8 samples on each of 2 ranks, its share; parwrap.reduce_sum adds up sums over these samples, "
-    expected += "such as correct answers or loss * len(x)" + of_losses
+    expected = "read 4 of 8 samples on each of 2 ranks. Sums over samples, such as correct answers or loss * len(x), are of one rank's "
+    expected += "samples: parwrap.reduce_sum adds them up over all ranks." + of_losses
     assert (1 if parwrap.is_rank_zero() else 0) == len(said)
     assert all(line.startswith("parwrap: training.py:") and line.endswith(expected) for line in said)
 

@@ -82,7 +82,7 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
         (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so the numbers differ: remove it."),
         (
             ["--strategy", "hogwild"],
-            "verify compares weights after each step, which --strategy hogwild averages later or never: use ddp or zero1.",
+            "verify compares weights after each step, so all ranks need the same whole weights: use ddp or zero1, not --strategy hogwild.",
         ),
         (["--dry-run"], "--dry-run has no effect here: the script runs on ranks of this machine, several times. Remove the option."),
         (["--against", "fsdp"], "--against fsdp is not possible: verify compares with one process, or with DDP by --against ddp."),
