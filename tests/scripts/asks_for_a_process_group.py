@@ -30,7 +30,7 @@ if is_initialized():
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
-for epoch in range(4):
+for epoch in range(2):
     model.train()
     for inputs, targets in train_loader:
         loss = nn.functional.cross_entropy(model(inputs), targets)

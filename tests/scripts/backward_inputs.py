@@ -16,7 +16,7 @@ def blobs(n, dim=10, classes=4, seed=3):
 x, y = blobs(1200, seed=13)
 model = nn.ModuleDict({"body": nn.Linear(10, 32), "head": nn.Linear(32, 4), "side": nn.Linear(32, 10)})
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-for epoch in range(4):
+for epoch in range(2):
     for xb, yb in DataLoader(TensorDataset(x[:900], y[:900]), batch_size=30, shuffle=True):
         hidden = F.relu(model["body"](xb))
         classified, rebuilt = F.cross_entropy(model["head"](hidden), yb), F.mse_loss(model["side"](hidden), xb)

@@ -37,7 +37,7 @@ x, y = blobs(1200)
 train = DataLoader(TensorDataset(x[:900], y[:900]), batch_size=30, shuffle=True)
 model = Net()
 opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-for epoch in range(3):
+for epoch in range(2):
     for xb, yb in train:
         opt.zero_grad()
         F.cross_entropy(model(xb), yb).backward()

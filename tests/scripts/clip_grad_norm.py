@@ -52,7 +52,7 @@ def main():
     parser.add_argument("--nhid", type=int, default=16, help="number of hidden units")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
     parser.add_argument("--clip", type=float, default=0.25, help="gradient clipping")
-    parser.add_argument("--epochs", type=int, default=7, help="upper epoch limit")
+    parser.add_argument("--epochs", type=int, default=3, help="upper epoch limit")
     parser.add_argument("--batch_size", type=int, default=25, metavar="N", help="batch size")
     parser.add_argument("--seed", type=int, default=1111, help="random seed")
     args = parser.parse_args()

@@ -26,7 +26,7 @@ model = torch.compile(model, backend="aot_eager")
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 criterion = nn.CrossEntropyLoss()
 
-for _epoch in range(3):
+for _epoch in range(2):
     for inputs, labels in train_loader:
         optimizer.zero_grad()
         loss = criterion(model(inputs), labels)

@@ -8,7 +8,7 @@ from sklearn.model_selection import KFold
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 k_folds = 3
-num_epochs = 3
+num_epochs = 2
 
 
 def reset_weights(m):
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     results = {}
     for fold, (train_ids, test_ids) in enumerate(kfold.split(dataset)):
         print(f"FOLD {fold}\n--------------------------------")
-        trainloader = DataLoader(dataset, batch_size=10, sampler=SubsetRandomSampler(train_ids))
+        trainloader = DataLoader(dataset, batch_size=20, sampler=SubsetRandomSampler(train_ids))
         testloader = DataLoader(dataset, batch_size=10, sampler=SubsetRandomSampler(test_ids))
 
         model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))

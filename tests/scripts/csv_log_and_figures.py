@@ -23,7 +23,7 @@ Y = (X.sum(1, keepdim=True) > 1.5).float()
 np.save(OUT / "inputs.npy", X.numpy())
 X = torch.from_numpy(np.load(OUT / "inputs.npy"))
 
-loader = DataLoader(TensorDataset(X[:800], Y[:800]), batch_size=20, shuffle=True)
+loader = DataLoader(TensorDataset(X[:800], Y[:800]), batch_size=40, shuffle=True)
 model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
 opt = torch.optim.Adam(model.parameters(), lr=0.02)
 

@@ -40,7 +40,7 @@ optimizer = optim.Adam(model.parameters(), lr=0.01)
 criterion = nn.CrossEntropyLoss()
 
 best_acc = 0
-for epoch in range(5):
+for epoch in range(3):
     model.train()
     for inputs, targets in trainloader:
         inputs, targets = inputs.to(device), targets.to(device)

@@ -33,7 +33,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
     loss_fn = nn.MSELoss()
 
-    for epoch in range(5):
+    for epoch in range(3):
         model.train()
         for inputs, targets in train_loader:
             loss = loss_fn(model(inputs), targets)

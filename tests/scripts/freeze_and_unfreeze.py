@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 x, y = blobs(1200, seed=9)
-train = DataLoader(TensorDataset(x[:900], y[:900]), batch_size=30, shuffle=True)
+train = DataLoader(TensorDataset(x[:900], y[:900]), batch_size=45, shuffle=True)
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 for epoch in range(5):

@@ -18,7 +18,7 @@ test_loader = DataLoader(TensorDataset(inputs[1000:], labels[1000:]), batch_size
 model = nn.Sequential(nn.Linear(15, 48), nn.ReLU(), nn.Linear(48, 6))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
-for epoch in range(3):
+for epoch in range(2):
     model.train()
     optimizer.zero_grad()
     for batch_idx, (x, y) in enumerate(train_loader):

@@ -16,7 +16,7 @@ y_test = torch.from_numpy(y_data[1200:]).long()
 
 torch.manual_seed(42)
 batch_size = 32
-n_epochs = 5
+n_epochs = 3
 
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5))
 loss_fn = nn.CrossEntropyLoss()

@@ -60,7 +60,7 @@ model = TextClassificationModel(len(vocab), 16, len(class_to_idx))
 criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
-for _epoch in range(5):
+for _epoch in range(3):
     model.train()
     for label, text, offsets in train_dataloader:
         optimizer.zero_grad()

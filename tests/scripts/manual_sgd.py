@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(3)
 bs = 25
 lr = 0.5
-epochs = 5
+epochs = 2
 
 
 class LogisticRegression(nn.Module):

@@ -50,7 +50,7 @@ W2 = (torch.randn(num_hiddens, num_outputs) * 0.1).requires_grad_()
 b2 = torch.zeros(num_outputs, requires_grad=True)
 model = {"W1": W1, "b1": b1, "W2": W2, "b2": b2}
 
-for epoch in range(5):
+for epoch in range(2):
     for X, y in train_iter:
         loss = cross_entropy(net(X), y).mean()
         loss.backward()

@@ -30,7 +30,7 @@ loader = DataLoader(train_data, batch_size=32, shuffle=True, drop_last=True)
 model = AutoEncoder(n_features=16, n_latent=3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-for _epoch in range(6):
+for _epoch in range(3):
     model.train()
     for x in loader:
         loss = model.reconstruction_loss(x)

@@ -14,7 +14,7 @@ model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
 criterion = nn.MSELoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
 
-for epoch in range(5):
+for epoch in range(2):
     running_loss = 0.0
     for inputs, targets in train_loader:
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ def run(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", default=5, type=int)
+    parser.add_argument("--epochs", default=3, type=int)
     parser.add_argument("--batch-size", default=32, type=int)
     parser.add_argument("--max-lr", default=0.1, type=float)
     parser.add_argument("--seed", default=0, type=int)

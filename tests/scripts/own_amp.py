@@ -14,7 +14,7 @@ opt = torch.optim.SGD(model.parameters(), lr=0.02)
 loss_fn = nn.MSELoss()
 scaler = torch.amp.GradScaler(device, init_scale=2.0**20)
 
-for epoch in range(30):
+for epoch in range(12):
     for input, target in loader:
         input, target = input.to(device), target.to(device)
         with torch.autocast(device_type=device, dtype=torch.float16):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 # -----------------------------------------------------------------------------
-max_epochs = 6
+max_epochs = 3
 batch_size = 25
 learning_rate = 1e-2
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -54,7 +54,7 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch_size", default=14, type=int)
-    parser.add_argument("--epochs", default=6, type=int)
+    parser.add_argument("--epochs", default=3, type=int)
     parser.add_argument("--lr", default=1e-2, type=float)
     parser.add_argument("--seed", default=0, type=int)
     model = main(parser.parse_args())

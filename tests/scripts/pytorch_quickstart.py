@@ -16,7 +16,7 @@ def get_dataset(count):
 training_data = get_dataset(2000)
 test_data = get_dataset(600)
 
-batch_size = 20
+batch_size = 40
 
 # Create data loaders.
 train_dataloader = DataLoader(training_data, batch_size=batch_size)
@@ -88,7 +88,7 @@ def test(dataloader, model, loss_fn):
     return test_loss
 
 
-epochs = 3
+epochs = 2
 for t in range(epochs):
     print(f"Epoch {t + 1}\n-------------------------------")
     train(train_dataloader, model, loss_fn, optimizer)

@@ -30,7 +30,7 @@ model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 criterion = nn.CrossEntropyLoss()
 
-for epoch in range(4):
+for epoch in range(2):
     model.train()
     for points, labels in train_loader:
         points, labels = points.to(device), labels.to(device)

@@ -20,7 +20,7 @@ loss_fn = nn.MSELoss()
 for epoch in range(15):
     model.train()
     losses = []
-    for x, y in DataLoader(train_data, batch_size=20, shuffle=True):
+    for x, y in DataLoader(train_data, batch_size=80, shuffle=True):
         optimizer.zero_grad()
         loss = loss_fn(model(x), y)
         loss.backward()

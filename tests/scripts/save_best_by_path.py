@@ -35,7 +35,7 @@ def main():
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     best_acc = 0.0
-    for epoch in range(6):
+    for epoch in range(3):
         model.train()
         for inputs, labels in train_loader:
             optimizer.zero_grad()

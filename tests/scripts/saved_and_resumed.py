@@ -54,8 +54,8 @@ def main():
     x = torch.randn(1000, 3)
     y = torch.sin(x[:, :1]) + torch.relu(x[:, 1:2] - x[:, 2:]) + 0.2 * torch.randn(1000, 1)
 
-    train(total_epochs=4, train_set=TensorDataset(x[:800], y[:800]))
-    model = train(total_epochs=12, train_set=TensorDataset(x[:800], y[:800]))
+    train(total_epochs=2, train_set=TensorDataset(x[:800], y[:800]))
+    model = train(total_epochs=4, train_set=TensorDataset(x[:800], y[:800]))
 
     model.eval()
     with torch.no_grad():

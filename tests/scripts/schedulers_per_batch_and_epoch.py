@@ -23,7 +23,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 warmup_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=len(train_loader))
 epoch_scheduler = ExponentialLR(optimizer, gamma=0.9)
 
-for epoch in range(5):
+for epoch in range(3):
     model.train()
     for x, y in train_loader:
         optimizer.zero_grad()

@@ -51,7 +51,7 @@ def main():
     net = SiameseNetwork()
     criterion = ContrastiveLoss()
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
-    for epoch in range(4):
+    for epoch in range(3):
         net.train()
         for x1, x2, same in train_loader:
             optimizer.zero_grad()

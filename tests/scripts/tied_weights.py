@@ -33,7 +33,7 @@ def main():
 
     model = CharModel(len(chars))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for epoch in range(3):
+    for epoch in range(2):
         for xb, yb in DataLoader(dataset, batch_size=32, shuffle=True):
             _, loss = model(xb, yb)
             optimizer.zero_grad(set_to_none=True)

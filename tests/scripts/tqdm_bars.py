@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 torch.manual_seed(0)
-EPOCHS = 6
+EPOCHS = 3
 BATCH_SIZE = 25
 
 inputs = torch.rand(1300, 5)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 @dataclass
 class TrainerConfig:
-    max_epochs: int = 8
+    max_epochs: int = 4
     batch_size: int = 32
     learning_rate: float = 5e-3
     device: str = "cuda" if torch.cuda.is_available() else "cpu"

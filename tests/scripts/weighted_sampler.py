@@ -29,7 +29,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5 * len(train_loader), gamma=0.5)
     seen = torch.zeros(3)
-    for epoch in range(6):
+    for epoch in range(4):
         for X, y in train_loader:
             loss = nn.functional.cross_entropy(model(X), y)
             optimizer.zero_grad()
