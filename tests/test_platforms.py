@@ -93,12 +93,13 @@ def test_every_module_can_be_imported(python, system):
     assert known == python("-c", ALL_MODULES).stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
         pytest.param(0, [], id="plain"),
-        pytest.param(1, ["--sync-bn"], id="workers and shared statistics", marks=pytest.mark.slow),
-        pytest.param(0, ["--max-restarts", "1"], id="restarts", marks=pytest.mark.slow),
+        pytest.param(1, ["--sync-bn"], id="workers and shared statistics"),
+        pytest.param(0, ["--max-restarts", "1"], id="restarts"),
     ],
 )
 def test_two_ranks_learn_the_weights_of_two_ranks_on_linux(tmp_path, environ, workers, options):

@@ -40,6 +40,14 @@ ROUTED = {"branches"}
 
 AS_GOOD = DRAWN_IN_PASSES | UNSEEDED | ROUNDED | LISTED | ROUTED
 
+SLOW = {
+    *("asks_for_a_process_group", "batchnorm_dropout", "branches", "checkpointing", "clip_grad_norm", "compiled", "cross_validation"),
+    *("files_by_listdir", "fresh_subset_each_epoch", "gan", "gradient_accumulation", "keep_last_three", "labels_from_set", "layer_drop"),
+    *("own_ddp_branch", "own_distributed_sampler", "pytorch_quickstart", "reinforce", "sparse_embedding", "trainer_class", "wgan_gp"),
+    "zipped_loaders",
+}
+"""They train longest, and what they use has tests of its own."""
+
 
 def run(script, scope):
     """What the script leaves behind and what it prints, on its own arguments."""
@@ -62,13 +70,17 @@ def is_as_good(name, value, reference):
     return value >= reference - 0.06 if name == "accuracy" else value <= 2 * reference + 0.02
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 @pytest.mark.parametrize(
-    "size",
+    ("size", "script"),
     [
-        pytest.param(1, marks=[pytest.mark.ranks(1, fresh=True), pytest.mark.slow]),
-        pytest.param(2, marks=pytest.mark.ranks(2, fresh=True)),
-        pytest.param(3, marks=[pytest.mark.ranks(3, fresh=True), pytest.mark.slow]),
+        pytest.param(
+            size,
+            script,
+            id=f"{size}-{script.stem}",
+            marks=[pytest.mark.ranks(size, fresh=True), *([] if size == 2 and script.stem not in SLOW else [pytest.mark.slow])],
+        )
+        for size in (1, 2, 3)
+        for script in SCRIPTS
     ],
 )
 def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, monkeypatch):

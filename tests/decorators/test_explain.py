@@ -164,6 +164,7 @@ def test_a_script_is_explained_by_the_command(tmp_path):
     assert "train.py:4  DataLoader  each of 2 ranks 4 of 8 samples, SequentialSampler" in run.stderr
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path):
     text = shown(SCRIPT, tmp_path, "explain", "--nproc-per-node", "2", columns=100)
     lines = text.replace("\r", "").partition("parwrap explains")[2].partition("└")[0].splitlines()

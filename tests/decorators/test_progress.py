@@ -25,7 +25,7 @@ for epoch in range(2):
 """
 
 
-@pytest.mark.parametrize(("ranks", "batches"), [(1, 6), (2, 3)])
+@pytest.mark.parametrize(("ranks", "batches"), [pytest.param(1, 6, marks=pytest.mark.slow), (2, 3)])
 def test_each_training_pass_has_a_bar_with_the_batches_of_the_share(ranks, batches, tmp_path):
     text = shown(SCRIPT, tmp_path, "run", "--nproc-per-node", str(ranks), "--quiet", "--progress")
 

@@ -113,6 +113,7 @@ def test_under_a_launcher_ranks_are_examined_together_and_one_prints(doctor):
     assert re.search(r"^clocks     at most [\d.]+ ms from rank 0's \(rank 1\)", stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_ranks_of_mpi_meet_in_a_folder(doctor):
     place = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
     ranks = [doctor(**place, PMI_RANK=str(rank), MPI_LOCALRANKID=str(rank)) for rank in range(2)]
@@ -141,7 +142,7 @@ def test_a_hang_of_forked_ranks_ends_in_time(doctor):
     assert re.search(r"^problem    the self test with gloo failed: .*rank 1 at: all-reduce of 16 KB. Remedy: ", stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_never_comes(doctor, as_rank, rank):
     variables = as_rank(rank)
     code, *printed = ended(doctor("-m", "parwrap.doctor", "--timeout", "1", **variables))

@@ -194,7 +194,8 @@ for method in METHODS:
 """
 
 
-@pytest.mark.parametrize("methods", [("fork",), pytest.param(("spawn",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("methods", [("fork",), ("spawn",)])
 def test_functions_of_the_prompt(methods):
     code = PROMPT.replace("METHODS", repr(methods))
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -22,6 +22,7 @@ for epoch in range(20):
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_timed_on_each_number_of_ranks_and_drawn(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "parwrap", "scaling", "--ranks", "1,2", "--steps", "10", "--plot", "speed.svg", "--json", "train.py"]

@@ -53,6 +53,7 @@ def test_a_script_that_holds_the_contract_is_equal_and_its_files_are_untouched(t
     assert (["log.txt", "train.py"], "before\n") == (sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "log.txt").read_text())
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_by_itself_is_no_difference(tmp_path):
     run = verify("raise ValueError('no data')", tmp_path)
 
@@ -61,6 +62,7 @@ def test_a_script_that_fails_by_itself_is_no_difference(tmp_path):
     assert run.stderr.endswith("\n  ValueError: no data\n  exit code 1\n")
 
 
+@pytest.mark.slow
 def test_a_script_without_a_step_cannot_be_compared(tmp_path):
     run = verify("print('done')", tmp_path)
 

@@ -156,6 +156,7 @@ def test_a_rank_that_dies_while_its_data_is_sent_is_named_with_the_place_where_t
     assert ["finally-0"] == finals(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path, parwrap_run, script):
     """It sleeps longer than a rank that has ended waits for one that is blocked."""
     late = f"time.sleep({watchdog.PATIENCE + 3 * watchdog.INTERVAL})"
@@ -168,7 +169,11 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, parwrap_run, script):
 
 @pytest.mark.parametrize(
     ("number", "to_all", "status"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.slow)],
+    [
+        (signal.SIGINT, True, 130),
+        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.slow),
+    ],
     ids=["Ctrl-C", "SIGTERM", "SIGINT to the command"],
 )
 def test_a_signal_ends_a_job_that_trains(tmp_path, started, environ, script, number, to_all, status):

@@ -57,7 +57,9 @@ def test_what_follows_the_script_arrives_unchanged(before, arguments):
     assert tuple(arguments) == plan_launch([*before.split(), *arguments], {}, 0, 8).script.args
 
 
-@pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2", "--all-ranks"], ["--nproc-per-node", "2", "--plain"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--nproc-per-node", "2", "--all-ranks"], pytest.param(["--nproc-per-node", "2", "--plain"], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("target", [["train.py"], pytest.param(["-m", "train"], marks=pytest.mark.slow)])
 def test_a_script_gets_arguments_that_look_like_ours_after_a_notice_of_one_rank(script, parwrap_run, options, target):
     script(PRINTS_ARGUMENTS)

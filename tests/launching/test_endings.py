@@ -185,7 +185,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(("number", "to_all"), [pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow), (signal.SIGINT, True)])
 def test_a_signal_that_the_script_handles_on_every_rank_is_no_failure(started, script, number, to_all):
     process = started("-m", "parwrap.run", "--nproc-per-node", "2", "--all-ranks", script(HANDLES))
     up = [process.stdout.readline() for _ in range(2)]

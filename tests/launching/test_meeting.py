@@ -35,7 +35,7 @@ UNPLACED = "PARWRAP_RANK=$rank PARWRAP_WORLD_SIZE=2 PARWRAP_LOCAL_RANK=$rank PAR
 @pytest.mark.parametrize(
     ("variables", "nodes", "folders"),
     [
-        (OURS, [[2, 0], [2, 0]], 2),
+        pytest.param(OURS, [[2, 0], [2, 0]], 2, marks=pytest.mark.slow),
         pytest.param(f"{OURS} PARWRAP_INIT_METHOD=parwrap://job/mine", [[2, 0], [2, 0]], 2, marks=pytest.mark.slow),
         (SLURMS, [[1, 0], [1, 1]], 4),
     ],

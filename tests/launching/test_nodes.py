@@ -306,12 +306,13 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "number"),
     [
-        pytest.param(WAITING, signal.SIGTERM, marks=pytest.mark.slow),
+        (WAITING, signal.SIGTERM),
         (MEETING, signal.SIGTERM),
-        pytest.param(MEETING, signal.SIGINT, marks=pytest.mark.slow),
+        (MEETING, signal.SIGINT),
     ],
 )
 def test_the_other_nodes_report_that_the_first_was_stopped(tmp_path, script, number):

@@ -36,6 +36,7 @@ if parwrap.rank() == 0:
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_meet_in_private_folders_and_open_no_port_but_gloos_on_the_loopback(tmp_path, started, environ, script):
     script("raise ImportError('taken from where the command runs')", "tarfile.py")  # which torch imports
     script("", "scripts/near.py")

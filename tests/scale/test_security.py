@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import shutil
 import socket
@@ -139,16 +140,21 @@ def test_another_user_cannot_read_or_change_the_folder_of_a_job(job, shared):
     before = modes(folder)
 
     assert {"lock", "store"} < {path.name for path in paths}
-    for attack in (
+    attacks = (
         lambda path: os.listdir(path) if path.is_dir() else path.read_bytes(),
         lambda path: path.write_bytes(b"{}"),
         lambda path: (path / "store").write_bytes(b"{}"),
         lambda path: path.unlink(),
         lambda path: path.rename(shared / "moved"),
         lambda path: path.chmod(0o777),
-    ):
-        for path in paths:
-            assert "PermissionError" in as_nobody(lambda attack=attack, path=path: attack(path)), path
+    )
+
+    def attack_all() -> None:
+        for attack, path in itertools.product(attacks, paths):
+            with pytest.raises(PermissionError):
+                attack(path)
+
+    assert "" == as_nobody(attack_all)
     assert before == modes(folder)
     assert_unharmed(process, enough)
 

@@ -106,16 +106,17 @@ def test_two_nodes_leave_bit_for_bit_the_weights_of_one(tmp_path, nodes):
 TRAINS_ANOTHER = "loss_of(other, x, y).backward(); others_optimizer.step(); continue"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("odd", "step"),
     [
-        pytest.param("break", 2, id="it stops after weights were compared", marks=pytest.mark.slow),
+        pytest.param("break", 2, id="it stops after weights were compared"),
         pytest.param("break", 3, id="it stops"),
-        pytest.param("raise SystemExit(0)", 3, id="it exits", marks=pytest.mark.slow),
-        pytest.param("parwrap.gather(1)", 3, id="it gathers", marks=pytest.mark.slow),
-        pytest.param("continue", 3, id="it skips a batch", marks=pytest.mark.slow),
-        pytest.param(TRAINS_ANOTHER, 3, id="it trains another model", marks=pytest.mark.slow),
-        pytest.param("[0 for _ in loader]", 3, id="it evaluates in train mode", marks=pytest.mark.slow),
+        pytest.param("raise SystemExit(0)", 3, id="it exits"),
+        pytest.param("parwrap.gather(1)", 3, id="it gathers"),
+        pytest.param("continue", 3, id="it skips a batch"),
+        pytest.param(TRAINS_ANOTHER, 3, id="it trains another model"),
+        pytest.param("[0 for _ in loader]", 3, id="it evaluates in train mode"),
     ],
 )
 def test_ranks_that_come_apart_end_both_nodes_with_the_remedy(tmp_path, nodes, odd, step):

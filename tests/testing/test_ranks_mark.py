@@ -53,6 +53,7 @@ def test_parameters_reach_every_rank(factor, total):
     assert parwrap.reduce_sum(factor * parwrap.rank()) == total
 
 
+@pytest.mark.slow
 def test_what_is_named_in_the_configuration_is_imported_once_for_all_ranks(pytester, inner_options):
     pytester.makepyfile(slow="import os\nimported_in = os.getpid()\n")
     pytester.makepyfile(
