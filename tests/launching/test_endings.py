@@ -267,8 +267,11 @@ if parwrap.reduce_sum(1.0) == 2.0 and parwrap.rank() == 0:
 """)
     status, _, stderr = parwrap_run("--nproc-per-node", "2", "--max-restarts", "1", path)
 
+    said = [line for line in stderr.splitlines() if line.startswith("rank ")]
     assert 0 == status
-    assert stderr.endswith("rank 1 of 2 exited with code 3\n"), stderr
+    lost = [line for line in said if line != "rank 1 of 2 exited with code 3"]
+    assert len(lost) == len(said) - 1
+    assert lost in ([], ["rank 0 of 2 failed:"])  # which may report that it has lost rank 1 before it is ended
     assert (tmp_path / "trained").exists()
 
 

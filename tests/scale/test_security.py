@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -73,8 +72,8 @@ def as_nobody(attack: Callable[[], object]) -> str:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             attack()
-        except BaseException:
-            text = traceback.format_exc()
+        except BaseException as error:
+            text = repr(error)
         os.write(writing, text.encode()[-4000:])
         os._exit(0)
     os.close(writing)
@@ -142,8 +141,7 @@ def test_another_user_cannot_read_or_change_the_folder_of_a_job(job, shared):
     assert {"lock", "store"} < {path.name for path in paths}
     attacks = (
         lambda path: os.listdir(path) if path.is_dir() else path.read_bytes(),
-        lambda path: path.write_bytes(b"{}"),
-        lambda path: (path / "store").write_bytes(b"{}"),
+        lambda path: (path / "store" if path.is_dir() else path).write_bytes(b"{}"),
         lambda path: path.unlink(),
         lambda path: path.rename(shared / "moved"),
         lambda path: path.chmod(0o777),
@@ -163,8 +161,8 @@ def test_another_user_cannot_read_or_change_the_folder_of_a_job(job, shared):
 def test_another_user_cannot_stop_a_job_or_read_its_secrets(job):
     process, enough = job
     for pid in [each.pid for each in processes_of(process)]:
-        assert "PermissionError" in as_nobody(lambda pid=pid: os.kill(pid, 15))
-        assert "PermissionError" in as_nobody(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes())
+        assert as_nobody(lambda pid=pid: os.kill(pid, 15)).startswith("PermissionError(")
+        assert as_nobody(lambda pid=pid: Path(f"/proc/{pid}/environ").read_bytes()).startswith("PermissionError(")
     assert_unharmed(process, enough)
 
 
