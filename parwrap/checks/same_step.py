@@ -229,9 +229,9 @@ class SameStep:
                 self._refuse(differ, training.place if training else place)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
             raise RankMismatchError(
-                f"the ranks train on parts of different batches in the backward at {place}: each rank's part counts by its number of "
-                f"samples, and these factors have a mean of {means[Entry.WEIGHT]:.4g} over the ranks, where those of parts of one batch "
-                "have a mean of 1. Draw and train on the same batches in the same order on every rank."
+                f"the ranks train on parts of different batches in the backward at {place}. A rank's weight is its share of the samples of "
+                "the batch, times the number of ranks. The weights for one batch have a mean of 1 over the ranks, but here the mean is "
+                f"{means[Entry.WEIGHT]:.4g}. Draw and train on the same batches in the same order on every rank."
             )
         self.grows = means[Entry.GROWS] > 0
         if means[Entry.INTERRUPTED] > 0:

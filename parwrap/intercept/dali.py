@@ -23,7 +23,7 @@ class PipelineInterceptor(Protocol):
     """The interceptor that decides how the ranks read pipelines."""
 
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A reader was made with the arguments ``given``. Returns the arguments to use instead."""
+        """A reader is being made with the arguments ``given``. Returns the arguments to change, with their new values; the others stay."""
 
     def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
         """``pipeline`` is about to be built. Returns its seed and the size of its batches."""

@@ -348,7 +348,7 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
 
 
 def _refuse_several(ranks: int, nodes: tuple[int, int], options: dict[str, Any]) -> None:
-    """Raise an error if the command asks for several ranks, although ``--data-parallel`` runs one process on several devices."""
+    """Raise an error for options of several ranks, which ``--data-parallel`` excludes: it runs one process on several devices."""
     if ranks > 1 or nodes != (1, 1):
         raise UsageError(
             "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks: remove the "
@@ -462,7 +462,10 @@ def _node_counts(arguments: argparse.Namespace) -> tuple[int, int]:
     if arguments.standalone and counts[-1] > 1:
         raise UsageError(f"--standalone is for one node, but --nnodes {arguments.nnodes} asks for more: remove one of the two.")
     if arguments.rdzv_backend == "static" and not 0 <= arguments.node_rank < counts[-1]:
-        raise UsageError(f"--node-rank {arguments.node_rank} is not less than --nnodes {counts[-1]}: node ranks start at 0.")
+        raise UsageError(
+            f"--node-rank {arguments.node_rank} does not fit --nnodes {counts[-1]}: node ranks start at 0, and the last is "
+            f"{counts[-1] - 1}."
+        )
     if counts[0] < counts[-1] and arguments.rdzv_backend == "static" and not arguments.standalone:
         raise UsageError(
             f"--nnodes {arguments.nnodes} lets nodes join and leave, which --master-addr does not allow: use --rdzv-endpoint HOST:PORT."

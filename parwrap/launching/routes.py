@@ -157,7 +157,9 @@ def _variables_of(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """Wait until the rendezvous can be reached, and return the result of :func:`with_way`.
+    """Wait until the rendezvous can be reached, unless this node hosts it.
+
+    Returns the plan with its timeouts and with the settings of :func:`with_way`.
 
     Raises:
         LaunchError: the rendezvous timeout passed.

@@ -88,7 +88,7 @@ class Optimizers(Interceptor):
     def built(self, optimizer: Optimizer) -> None:
         if optimizer in self._batch_optimizers:
             return
-        known = any(ref() is optimizer for ref in self._all)
+        known = weakref.ref(optimizer) in self._all
         if not known and self._passes.innermost and self._trains_batch(optimizer):
             self._batch_optimizers[optimizer] = self._passes.batches, script_place()
             return
@@ -142,12 +142,13 @@ class Optimizers(Interceptor):
         if optimizer in self._batch_optimizers:
             self._refuse_older(self._batch_optimizers[optimizer], f"the parameters of a {type(optimizer).__name__}")
             return
-        if all(ref() is not optimizer for ref in self._all):
+        ref = weakref.ref(optimizer)  # the same object in each step
+        if ref not in self._all:
             self.built(optimizer)
         self.steps += 1
         self._built_since_step.clear()
-        if self._passes.training and all(ref() is not optimizer for ref in self._stepped_in_pass):
-            self._stepped_in_pass.append(weakref.ref(optimizer))
+        if self._passes.training and ref not in self._stepped_in_pass:
+            self._stepped_in_pass.append(ref)
 
     def is_of_batch(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` trains what was made inside the training pass."""

@@ -118,23 +118,20 @@ class Passes:
         draws: ``"by_pass"`` or ``"per_rank"``, as in :class:`parwrap.distributed`.
 
     Attributes:
+        streams: the random streams of this rank.
+        draws_own: whether each rank draws its own random numbers from the first backward on.
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
         clock: how long the loop has trained and waited.
     """
 
     def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
-        self.streams, self._draws = streams, draws
+        self.streams, self.draws_own = streams, draws == "per_rank"
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws, self._unsent = 0, False
         self.batches = self.backwards = 0
         self.clock = Clock()
-
-    @property
-    def draws_own(self) -> bool:
-        """Whether each rank draws its own random numbers from the first backward on."""
-        return self._draws == "per_rank"
 
     @property
     def training(self) -> Pass | None:

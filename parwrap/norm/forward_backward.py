@@ -78,7 +78,10 @@ def normalize(
     x = kernels.prepared(input)
     rows, total = exchange.gathered(kernels.statistics(x, eps))
     if total == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got 1 on all ranks together, with input size "
+            f"{input.size()} on this rank"
+        )
     if not total:
         return input.clone(), (), total
     merged = kernels.merged(x, rows, total, running, eps)

@@ -217,7 +217,7 @@ def alone() -> Iterator[None]:
 
 def is_alone() -> bool:
     """Whether only this rank runs the calling code; see :func:`alone`."""
-    return threading.get_ident() in _alone
+    return bool(_alone) and threading.get_ident() in _alone
 
 
 @contextmanager

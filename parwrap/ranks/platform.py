@@ -1,4 +1,4 @@
-"""What only some systems have: each name does the same on Linux, macOS and Windows, or does nothing where nothing is needed.
+"""What only some systems have, under one name for Linux, macOS and Windows. On Windows some names do less, or nothing.
 
 ``docs/platforms.rst`` says what works where. Nothing here imports torch, because the launcher uses it too.
 """

@@ -1,8 +1,8 @@
 """Where ranks meet and listen: the store they share, and the folder that the ranks of a node share.
 
-Ranks of one node meet through a file in that folder and listen only on the loopback interface; no port is opened that two jobs or
-another user could use. Ranks of several nodes meet as torch does. A folder is locked while a process uses it, so that the next start can
-remove the folders of processes that were killed.
+Ranks of one node meet through a file in that folder, unless a launcher or the user has chosen another rendezvous. The file needs no port.
+They send their messages over the loopback interface only, where it has a fixed name and the user has set no other. Ranks of several nodes
+meet as torch does. A folder is locked while a process uses it. So the next start can remove the folders of processes that were killed.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class LocalSGD(DDP):
         if self._loop.passes.backwards and not self._loop.optimizers.steps:
             warn(
                 "parwrap: no optimizer of torch.optim has stepped, but strategy='local_sgd' averages only the parameters of optimizers "
-                "that step: each rank trained separately, if at all. To average gradients in every backward, use strategy='ddp'."
+                "that step, so it has averaged no weights. To average gradients in every backward, use strategy='ddp'."
             )
         super().end()
 

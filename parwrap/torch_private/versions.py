@@ -114,7 +114,10 @@ def warn_of_newer_torch(names: Iterable[str]) -> None:
 
 
 def missing_names(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that this torch does not have, in modules that are imported: what needs the others is not used.
+    """Those of ``names`` that this torch does not have.
+
+    A name whose module is not imported is left out, because nothing uses it. So is a name whose class is missing. Of names that are joined
+    by ``|``, one is enough.
 
     >>> missing_names(["torch.Tensor._base", "torch.Tensor._basis", "torch.Tensor._basis|_base"])
     ['torch.Tensor._basis']

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--nnodes", "a:b", "train.py"], "--nnodes a:b is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
         (
             ["--nnodes", "2", "--node-rank", "2", "--master-addr", "there", "train.py"],
-            "--node-rank 2 is not less than --nnodes 2: node ranks start at 0.",
+            "--node-rank 2 does not fit --nnodes 2: node ranks start at 0, and the last is 1.",
         ),
         *(
             (
@@ -51,7 +51,8 @@ pytestmark = pytest.mark.usefixtures("scripts")
             )
             for options in ([], ["--master-addr", "there"])
         ),
-        (["--node-rank", "1", "train.py"], "--node-rank 1 is not less than --nnodes 1: node ranks start at 0."),
+        (["--node-rank", "1", "train.py"], "--node-rank 1 does not fit --nnodes 1: node ranks start at 0, and the last is 0."),
+        (["--node-rank", "-1", "train.py"], "--node-rank -1 does not fit --nnodes 1: node ranks start at 0, and the last is 0."),
         (["--nprocs", "2", "train.py"], "there is no option --nprocs; did you mean --nproc-per-node?"),
         (["-np", "2", "train.py"], "there is no option -np; did you mean --nproc-per-node?"),
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
