@@ -218,8 +218,9 @@ class FSDP(DDP):
         return in_the_script
 
     def _meet(self, optimizer: Optimizer) -> None:
-        if all(ref() is not optimizer for ref in self._optimizers) and not self._loop.optimizers.is_of_batch(optimizer):
-            self._optimizers.append(weakref.ref(optimizer))
+        ref = weakref.ref(optimizer)
+        if ref not in self._optimizers and not self._loop.optimizers.is_of_batch(optimizer):
+            self._optimizers.append(ref)
 
     # what a script sees
 

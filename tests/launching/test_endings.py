@@ -272,6 +272,7 @@ if parwrap.reduce_sum(1.0) == 2.0 and parwrap.rank() == 0:
     lost = [line for line in said if line != "rank 1 of 2 exited with code 3"]
     assert len(lost) == len(said) - 1
     assert lost in ([], ["rank 0 of 2 failed:"])  # which may report that it has lost rank 1 before it is ended
+    assert len(lost) == stderr.count("LockstepError: the ranks have come apart, because the connection to another rank has closed")
     assert (tmp_path / "trained").exists()
 
 

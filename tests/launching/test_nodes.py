@@ -363,8 +363,8 @@ def test_ranks_that_are_lost_before_a_node_can_say_that_it_is_stopped_wait_for_i
     failure.write(tmp_path / "1")
     exchange = threading.Thread(target=nodes[1].exchange)
     exchange.start()
-    while not nodes[1]._store.has("failed"):
-        time.sleep(0.01)
+    while exchange.is_alive() and not nodes[1]._store.has("failed"):
+        time.sleep(0.01)  # the store has no wait for a signed value
     nodes[0].leave(signal.SIGTERM)
     exchange.join()
 
