@@ -49,10 +49,11 @@ def summary(group: Group, clock: Clock, steps: int, warned: int) -> str | None:
     All ranks call it: it sends two messages of constant size.
     """
     seconds, size = clock.end - clock.begin, group.world.size
+    own = seconds if clock.begin and seconds > 0 else 1.0  # each rank's waits are a part of its own time: ranks begin at different times
     waited = round(clock.averages * 1e6)
     # the sum over ranks, and the largest: the rank that waits least is the one that the others wait for
-    sums = torch.tensor([float(clock.samples), clock.averages], dtype=torch.float64)
-    largest = torch.tensor([float(_peak_memory(group)), clock.data, -float(waited * size + group.world.rank)], dtype=torch.float64)
+    sums = torch.tensor([float(clock.samples), clock.averages / own], dtype=torch.float64)
+    largest = torch.tensor([float(_peak_memory(group)), clock.data / own, -float(waited * size + group.world.rank)], dtype=torch.float64)
     with group.control_message("the summary"):
         dist.all_reduce(sums, group=group.control)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
@@ -61,9 +62,9 @@ def summary(group: Group, clock: Clock, steps: int, warned: int) -> str | None:
     samples, averages = sums.tolist()
     memory, data, least = largest.tolist()
     epochs = max(clock.epochs.values(), default=0)
-    waits = [f"data {data / seconds:.0%}"]
+    waits = [f"data {data:.0%}"]
     if averages:
-        waits.append(f"other ranks {averages / size / seconds:.0%} (most for rank {int(-least) % size})")
+        waits.append(f"other ranks {averages / size:.0%} (most for rank {int(-least) % size})")
     work = counted(steps, "step") + (f", {epochs} epoch{'s' * (epochs > 1)}" if epochs else "")
     return (
         f"{work} in {seconds:.3g} s, {samples / seconds:,.0f} samples/s on {size} ranks; waiting: {', '.join(waits)}; "
@@ -72,9 +73,9 @@ def summary(group: Group, clock: Clock, steps: int, warned: int) -> str | None:
 
 
 def _peak_memory(group: Group) -> int:
-    """The most memory that this rank has had, in bytes; on a GPU, that of its tensors there."""
-    if group.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(group.device)
+    """The most memory that this rank has had, in bytes: that of its tensors on its GPU, or of the process if it has put none there."""
+    if group.device.type == "cuda" and (on_gpu := torch.cuda.max_memory_allocated(group.device)):
+        return on_gpu
     try:
         import resource
     except ImportError:  # Windows

@@ -3,8 +3,14 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
+
+import parwrap
+from parwrap.loop.clock import Clock, summary
+from parwrap.ranks.group import open_group
 
 SCRIPT = """
 import time, torch, parwrap
@@ -60,3 +66,17 @@ def test_the_last_line_says_what_was_trained_and_what_was_waited_for(tmp_path):
 )
 def test_there_is_no_line_if_it_is_not_wanted_or_nothing_was_trained(script, options, tmp_path):
     assert "samples/s" not in run(script, tmp_path, *options)
+
+
+@pytest.mark.ranks(2)
+def test_waits_are_a_part_of_the_time_of_the_rank_that_waits():
+    clocks = [Clock(begin=10.0, end=12.0, data=1.0, averages=1.0), Clock(begin=2.0, end=12.0, data=7.5, averages=1.0)]
+
+    assert "; waiting: data 75%, other ranks 30% (most for rank 0);" in summary(open_group(), clocks[parwrap.rank()], 1, 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_has_put_nothing_on_its_gpu_gives_the_memory_of_its_process():
+    line = summary(replace(open_group(), device=torch.device("cuda")), Clock(begin=1.0, end=2.0), 1, 0)
+
+    assert 0.05 < float(re.search(r"peak memory (\S+) GB", line)[1]) < 10
