@@ -55,6 +55,12 @@ class FSDP(DDP):
                 f"strategy='fsdp' needs torch 2.10 or newer, and this is torch {torch.__version__}: install a newer torch, or use "
                 "strategy='zero1', which also divides the optimizer's state over the ranks."
             )
+        if loop.group.device.type == "cuda" and loop.group.backend == "gloo":
+            raise UsageError(
+                "strategy='fsdp' does not work with backend='gloo' on GPUs: torch ends with a segmentation fault when it gathers "
+                "parameters. Leave backend out, with a GPU for each rank; or use strategy='zero1', or set CUDA_VISIBLE_DEVICES to an empty "
+                "value to train on the CPU."
+            )
         super().__init__(loop)
         self._models: list[weakref.ref[ShardedModel]] = []  # in the order in which all ranks have met them
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all modules of these models

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.optim import SGD
 
 import parwrap
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.ranks.group import Group
+from parwrap.ranks.world import World
+from parwrap.strategies.fsdp import FSDP
 
 pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
 
@@ -38,6 +42,11 @@ class Two(nn.Module):
 
     def forward(self, x, both=True):
         return self.second(self.first(x)) if both else self.first(x)
+
+
+def test_gloo_on_gpus_is_refused_before_training():
+    with pytest.raises(UsageError, match=r"does not work with backend='gloo' on GPUs: .* Leave backend out, with a GPU for each rank; or"):
+        FSDP(SimpleNamespace(group=Group(World(0, 2, 0, 2), "gloo", torch.device("cuda:0"))))
 
 
 @pytest.mark.ranks(2)
