@@ -41,6 +41,9 @@ T = TypeVar("T")
 Hook = Callable[[Any, dist.GradBucket], Future]
 """A communication hook of DDP: starts to send a bucket, and returns a future of its average over the ranks."""
 
+FIRST_BUCKET, BUCKET_MB = 1024 * 1024, 25
+"""DDP sends its first bucket when it has so many bytes, and any other when it has so many megabytes, unless ``bucket_cap_mb`` is set."""
+
 TORCHS_BACKWARD = torch.autograd.backward
 """Torch's own function, which bypasses the patches of the script's calls."""
 
@@ -93,6 +96,11 @@ class GradientAverager:
         # missing rank among 16 from rounding, so for half precision the signal is float32 and has a bucket to itself
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
+        sharing = [p.numel() * p.element_size() for p in self.parameters if id(p) not in sparse and p.dtype == dtype]
+        if options.get("bucket_cap_mb") is None and sum(sharing[1:]) < FIRST_BUCKET <= sum(sharing):
+            options["bucket_cap_mb"] = (
+                BUCKET_MB  # the first layer, the last to arrive, would fill the only bucket before the signal arrives
+            )
         self._facts = facts = torch.zeros(len(self.parameters) + len(others) + NUMBERS, dtype=dtype, device=device)
         facts[:-NUMBERS] = 1
         # numpy reads and writes a few numbers in a tenth of torch's time

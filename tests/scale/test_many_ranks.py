@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,7 @@ def never(details):
 
 def counts(size, run):
     """What rank 0 of ``size`` sends in ``run``."""
+    random.seed(0)  # a scope sends the state of Python's random numbers, whose length depends on it
     with one_of(size) as group:
         run(group)
         return dict(sent)
@@ -89,3 +92,25 @@ def test_a_regular_step_sends_one_message_with_the_gradients_and_a_few_numbers()
     tensors = 8
 
     assert [{"all-reduce: calls": 1, "all-reduce: bytes": 4 * (parameters + tensors + numbers)}] == steps
+
+
+@pytest.mark.parametrize(
+    "features", [4, 400, 600], ids=["smaller than DDP's first bucket", "with the first layer larger", "with the first layer much larger"]
+)
+def test_a_step_of_a_model_sends_as_many_messages_as_ddp_by_hand(features):
+    def train(wrapped, calls):
+        model = nn.Sequential(nn.Linear(700, features), nn.Linear(features, 2))
+        forward = wrapped(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            forward(torch.ones(2, 700)).sum().backward()
+            before = sent["all-reduce: calls"]
+            optimizer.zero_grad()
+            forward(torch.ones(2, 700)).sum().backward()
+            calls.append(sent["all-reduce: calls"] - before)
+
+    by_hand, of_parwrap = [], []
+    counts(FEW, lambda group: train(nn.parallel.DistributedDataParallel, by_hand))
+    counts(FEW, lambda group: parwrap.distributed(train)(lambda model: model, of_parwrap))
+
+    assert by_hand[-1] == of_parwrap[-1] == 1
