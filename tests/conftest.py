@@ -20,6 +20,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the tests that are marked slow too")
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, and only these")
+
+
+@pytest.hookimpl(tryfirst=True)  # before processes start that inherit the environment
+def pytest_configure(config):
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks train on CPUs, on a machine with a GPU too
+        return
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise pytest.UsageError("--gpu: torch sees no GPU here")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -29,6 +41,13 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("needs_torch"):
             if torch.__version__ < marker.args:
                 item.add_marker(pytest.mark.skip(reason=f"needs torch {'.'.join(map(str, marker.args))}: {marker.kwargs['why']}"))
+    if config.getoption("--gpu"):
+        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
+    else:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: add --gpu"))
     if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("slow"):

@@ -20,7 +20,7 @@ STEPS = 12
 SETTLED = 36
 """Steps after which nothing is new; weights are compared after the 32nd."""
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() == 0, reason="torch sees no GPU here")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def build():

@@ -158,7 +158,7 @@ def test_large_seeds():
     assert first != draw()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_gpus_stream_is_switched_too():
     seed_all(0)
     streams = RandomStreams(rank=1)

@@ -51,7 +51,7 @@ def check(model, x, split, dtype=None, steps=2, backward=True):
         with parwrap.sync_bn():
             actual = together(part)
             if backward:
-                upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+                upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype, device=expected.device).view_as(expected)
                 actual.backward(part_of(upstream, split))
         if backward:
             expected.backward(upstream)

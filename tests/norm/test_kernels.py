@@ -68,7 +68,7 @@ def test_the_steps_for_a_gpu_are_equal_to_one_process_by_their_formulas(split, o
         check(nn.BatchNorm2d(3, dtype=torch.float64, **options), X.double(), split)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("split", [[4, 2], [0, 6]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

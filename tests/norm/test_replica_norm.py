@@ -55,7 +55,7 @@ def test_the_weights_after_steps_equal_those_of_one_large_batch():
     assert all((one - two).abs().max() < 1e-9 for one, two in zip(train(), actual, strict=True))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU here")
+@pytest.mark.gpu
 @pytest.mark.parametrize("gather", [True, False])
 def test_gpus_give_what_one_gives(gather):
     torch.manual_seed(0)

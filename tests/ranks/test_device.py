@@ -224,12 +224,11 @@ def test_torchrun_shows_all_so_more_ranks_than_gpus_are_refused(driver, monkeypa
         choose_device(rank(2), None)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_gpus_ranks_train_on_the_cpu():
     assert torch.device("cpu") == choose_device(World(1, 2, 1, 2), None)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.ranks(1, fresh=True)
 def test_a_rank_keeps_one_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -127,8 +127,6 @@ def test_a_dynamic_rendezvous_knows_the_nodes_that_have_arrived():
 
 
 def test_the_driver_is_asked_for_its_gpus(monkeypatch):
-    if torch.cuda.is_available():
-        assert torch.cuda.device_count() == cuda.driver_device_count()
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 5, raising=torch.version.cuda is not None)  # a build for CPUs has none
 
     assert 5 == cuda.driver_device_count()
@@ -153,7 +151,12 @@ def test_a_process_that_was_not_forked_is_in_no_bad_fork():
     assert not cuda.is_in_bad_fork()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+def test_the_driver_counts_the_gpus_that_torch_counts():
+    assert torch.cuda.device_count() == cuda.driver_device_count()
+
+
+@pytest.mark.gpu
 def test_a_process_that_was_forked_after_cuda_has_started_is():
     torch.cuda.init()
     child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(cuda.is_in_bad_fork()))

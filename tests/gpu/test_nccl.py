@@ -1,0 +1,96 @@
+"""Two ranks that share one GPU over NCCL, beside hand-written DDP. ``PARWRAP_TEST_DEVICE=cpu`` runs them over gloo, to try these tests.
+
+NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own: they meet over sockets, as two nodes do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parwrap
+from parwrap.testing.rank_pools import rank_environ
+from test_on_a_gpu import DEVICE
+
+BACKEND = {"cuda": "nccl", "cpu": "gloo"}[DEVICE]
+ROOT = Path(parwrap.__file__).parents[1]
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def on_two_hosts(folder: Path, *command: str, **environ: str) -> list[tuple[int, str, str]]:
+    """How ``python COMMAND`` ends on each host, and what it prints; ``RANK`` in it is the rank."""
+    ranks = []
+    for rank in range(2):
+        nccl = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+        environment = {
+            **rank_environ(),
+            "PYTHONPATH": str(ROOT),
+            **nccl,
+            **{name: value.replace("RANK", str(rank)) for name, value in environ.items()},
+        }
+        words = [sys.executable, *(word.replace("RANK", str(rank)) for word in command)]
+        ranks.append(subprocess.Popen(words, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        ends = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *printed) for rank, printed in zip(ranks, ends, strict=True)]
+
+
+def trained(way: str, tmp_path: Path) -> dict[str, Any]:
+    program = os.fspath(Path(__file__).with_name("beside_ddp.py"))
+    place = {"RANK": "RANK", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"PARWRAP_INIT_METHOD": f"file://{tmp_path / 'parwrap'}"}
+    ends = on_two_hosts(tmp_path, program, DEVICE, BACKEND, os.fspath(tmp_path / "by-hand"), way, **place, **meeting)
+    assert [0, 0] == [code for code, *_ in ends], ends
+    return json.loads(ends[0][1].splitlines()[-1])
+
+
+@pytest.mark.parametrize("way", ["plain", "bf16", "accumulate", "zero1", "fsdp"])
+def test_weights_are_bit_for_bit_those_of_ddp_by_hand(way, tmp_path):
+    found = trained(way, tmp_path)
+
+    assert found["difference"] == 0 < found["largest"] < float("inf")
+    assert [] == found["waits"]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch has these for GPUs only")
+@pytest.mark.parametrize("way", ["fp16", "sync_bn", "compress", "compile", "cuda graphs"])
+def test_so_they_are_with_what_torch_has_for_gpus(way, tmp_path):
+    found = trained(way, tmp_path)
+
+    assert found["difference"] == 0 < found["largest"] < float("inf")
+
+
+def test_both_nodes_show_the_error_of_a_rank(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = ("--nnodes", "2", "--node-rank", "RANK", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    ends = on_two_hosts(tmp_path, "-m", "parwrap.run", *nodes, "--nproc-per-node", "1", "--backend", BACKEND, "train.py")
+
+    assert [1, 1] == [code for code, *_ in ends]
+    assert all("rank 1 of 2 on node 1" in said and "ValueError: 3 is enough" in said for _, _, said in ends), ends
+
+
+FAILS = f"""
+import parwrap, torch
+from torch import nn
+model = nn.Linear(4, 4).to("{DEVICE}")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(10000):
+    if step == 3 and parwrap.rank() == 1:
+        raise ValueError("3 is enough")
+    model(torch.randn(2, 4, device="{DEVICE}")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
