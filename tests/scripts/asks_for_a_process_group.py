@@ -19,9 +19,9 @@ def get_world_size():
 
 
 torch.manual_seed(0)
-x = torch.randn(1500, 8)
+x = torch.randn(700, 8)
 y = (x[:, :4] + x[:, 4:]).argmax(dim=1)
-train_set, test_set = TensorDataset(x[:1200], y[:1200]), TensorDataset(x[1200:], y[1200:])
+train_set, test_set = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
 sampler = DistributedSampler(train_set) if is_initialized() else None
 train_loader = DataLoader(train_set, batch_size=16 // get_world_size(), shuffle=sampler is None, sampler=sampler)
 

@@ -13,11 +13,11 @@ def blobs(n, dim=10, classes=4, seed=3):
     return centers[y] + 0.7 * torch.randn(n, dim, generator=g), y
 
 
-x, y = blobs(1200, seed=13)
+x, y = blobs(780, seed=13)
 model = nn.ModuleDict({"body": nn.Linear(10, 32), "head": nn.Linear(32, 4), "side": nn.Linear(32, 10)})
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 for epoch in range(2):
-    for xb, yb in DataLoader(TensorDataset(x[:900], y[:900]), batch_size=30, shuffle=True):
+    for xb, yb in DataLoader(TensorDataset(x[:480], y[:480]), batch_size=30, shuffle=True):
         hidden = F.relu(model["body"](xb))
         classified, rebuilt = F.cross_entropy(model["head"](hidden), yb), F.mse_loss(model["side"](hidden), xb)
         optimizer.zero_grad()
@@ -25,5 +25,5 @@ for epoch in range(2):
         rebuilt.backward(inputs=list(model["side"].parameters()))
         optimizer.step()
 with torch.no_grad():
-    right = model["head"](F.relu(model["body"](x[900:]))).argmax(1) == y[900:]
+    right = model["head"](F.relu(model["body"](x[480:]))).argmax(1) == y[480:]
 print(f"accuracy {right.float().mean():.4f}")

@@ -36,7 +36,7 @@ def bright_quadrants(count):
 def main():
     parser = argparse.ArgumentParser(description="BatchNorm and Dropout example")
     parser.add_argument("--batch-size", type=int, default=20, metavar="N")
-    parser.add_argument("--epochs", type=int, default=4, metavar="N")
+    parser.add_argument("--epochs", type=int, default=3, metavar="N")
     parser.add_argument("--lr", type=float, default=0.05, metavar="LR")
     args = parser.parse_args()
 

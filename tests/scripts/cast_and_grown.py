@@ -13,7 +13,7 @@ def blobs(n, dim=10, classes=4, seed=3):
     return centers[y] + 0.7 * torch.randn(n, dim, generator=g), y
 
 
-x, y = blobs(1200, seed=15)
+x, y = blobs(780, seed=15)
 body, head = nn.Sequential(nn.Linear(10, 32), nn.ReLU()), nn.Linear(32, 4)
 model = nn.Sequential(body, head)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -28,9 +28,9 @@ for epoch in range(4):
         extra.float()  # parameters of both dtypes in one backward
         extra[0].register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         extra.register_forward_hook(lambda module, inputs, output: output.double())
-    for xb, yb in DataLoader(TensorDataset(x[:900], y[:900]), batch_size=30, shuffle=True):
+    for xb, yb in DataLoader(TensorDataset(x[:480], y[:480]), batch_size=30, shuffle=True):
         optimizer.zero_grad()
         F.cross_entropy(model(xb.to(head.weight.dtype)), yb).backward()
         optimizer.step()
 with torch.no_grad():
-    print(f"accuracy {(model(x[900:].double()).argmax(1) == y[900:]).float().mean():.4f}")
+    print(f"accuracy {(model(x[480:].double()).argmax(1) == y[480:]).float().mean():.4f}")

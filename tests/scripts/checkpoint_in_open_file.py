@@ -18,7 +18,7 @@ def dataset(n):
     return TensorDataset(means[labels] + torch.randn(n, 5), labels)
 
 
-train_loader = DataLoader(dataset(800), batch_size=40, shuffle=True)
+train_loader = DataLoader(dataset(400), batch_size=40, shuffle=True)
 val_loader = DataLoader(dataset(300), batch_size=100)
 model = nn.Sequential(nn.Linear(5, 24), nn.ReLU(), nn.Linear(24, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

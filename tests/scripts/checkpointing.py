@@ -51,7 +51,7 @@ def main():
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     loss_fn = nn.CrossEntropyLoss()
 
-    for epoch in range(4):
+    for epoch in range(3):
         model.train()
         for x, y in train_loader:
             opt.zero_grad()

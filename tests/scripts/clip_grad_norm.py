@@ -58,7 +58,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    train_loader = DataLoader(waves(800), batch_size=args.batch_size, shuffle=True)
+    train_loader = DataLoader(waves(500), batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(waves(300), batch_size=100)
 
     model = RNNModel(args.nhid)

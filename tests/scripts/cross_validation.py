@@ -21,7 +21,7 @@ def reset_weights(m):
 if __name__ == "__main__":
     torch.manual_seed(42)
     np.random.seed(42)
-    X, y = make_classification(n_samples=600, n_features=10, n_informative=6, class_sep=2.0, random_state=1)
+    X, y = make_classification(n_samples=360, n_features=10, n_informative=6, class_sep=2.0, random_state=1)
     dataset = TensorDataset(torch.tensor(X, dtype=torch.float32), torch.tensor(y))
 
     kfold = KFold(n_splits=k_folds, shuffle=True)

@@ -33,7 +33,7 @@ def make_images(n):
 
 
 torch.manual_seed(0)
-trainloader = DataLoader(make_images(600), batch_size=20, shuffle=True)
+trainloader = DataLoader(make_images(400), batch_size=20, shuffle=True)
 testloader = DataLoader(make_images(200), batch_size=50, shuffle=False)
 model = nn.DataParallel(Net(), device_ids=[0, 1], output_device=0).to(device)
 optimizer = optim.Adam(model.parameters(), lr=0.01)

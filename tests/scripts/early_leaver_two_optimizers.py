@@ -13,7 +13,7 @@ def blobs(n, dim=10, classes=4, seed=3):
     return centers[y] + 0.7 * torch.randn(n, dim, generator=g), y
 
 
-def train(encoder, head, loader, patience=120):
+def train(encoder, head, loader, patience=60):
     first = torch.optim.Adam(encoder.parameters(), lr=2e-3)
     second = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
     good = 0

@@ -22,10 +22,10 @@ class ModelEMA:
 
 def main():
     gen = torch.Generator().manual_seed(0)
-    x = torch.randn(1300, 10, generator=gen)
-    y = (x[:, 0] * x[:, 1] + x[:, 2]).unsqueeze(1) + 0.2 * torch.randn(1300, 1, generator=gen)
-    train_loader = DataLoader(TensorDataset(x[:1000], y[:1000]), batch_size=20, shuffle=True)
-    test_x, test_y = x[1000:], y[1000:]
+    x = torch.randn(900, 10, generator=gen)
+    y = (x[:, 0] * x[:, 1] + x[:, 2]).unsqueeze(1) + 0.2 * torch.randn(900, 1, generator=gen)
+    train_loader = DataLoader(TensorDataset(x[:600], y[:600]), batch_size=20, shuffle=True)
+    test_x, test_y = x[600:], y[600:]
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))
@@ -33,7 +33,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
     loss_fn = nn.MSELoss()
 
-    for epoch in range(3):
+    for epoch in range(2):
         model.train()
         for inputs, targets in train_loader:
             loss = loss_fn(model(inputs), targets)

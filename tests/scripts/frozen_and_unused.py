@@ -61,7 +61,7 @@ def train_model(model, dataloaders, criterion, optimizer, num_epochs):
 if __name__ == "__main__":
     torch.manual_seed(0)
     dataloaders = {
-        "train": DataLoader(three_rings(1200), batch_size=32, shuffle=True),
+        "train": DataLoader(three_rings(640), batch_size=32, shuffle=True),
         "val": DataLoader(three_rings(300), batch_size=32, shuffle=False),
     }
     model = Net()

@@ -9,7 +9,7 @@ torch.manual_seed(999)
 device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 nz = 4
-num_epochs = 10
+num_epochs = 7
 real_label, fake_label = 1.0, 0.0
 
 center, spread = torch.tensor([2.0, -1.0]), 0.5

@@ -10,10 +10,10 @@ accum_iter = 4
 batch_size = 8
 
 directions = F.normalize(torch.randn(6, 15), dim=1)
-labels = torch.randint(6, (1400,))
-inputs = 3 * directions[labels] + 0.7 * torch.randn(1400, 15)
-train_loader = DataLoader(TensorDataset(inputs[:1000], labels[:1000]), batch_size=batch_size, shuffle=True)
-test_loader = DataLoader(TensorDataset(inputs[1000:], labels[1000:]), batch_size=batch_size)
+labels = torch.randint(6, (904,))
+inputs = 3 * directions[labels] + 0.7 * torch.randn(904, 15)
+train_loader = DataLoader(TensorDataset(inputs[:504], labels[:504]), batch_size=batch_size, shuffle=True)
+test_loader = DataLoader(TensorDataset(inputs[504:], labels[504:]), batch_size=batch_size)
 
 model = nn.Sequential(nn.Linear(15, 48), nn.ReLU(), nn.Linear(48, 6))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

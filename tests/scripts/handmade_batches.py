@@ -6,13 +6,13 @@ from torch import nn
 
 rng = np.random.RandomState(42)
 centers = 3 * rng.randn(5, 8)
-y_data = rng.randint(0, 5, size=1500)
-x_data = centers[y_data] + 1.5 * rng.randn(1500, 8)
+y_data = rng.randint(0, 5, size=900)
+x_data = centers[y_data] + 1.5 * rng.randn(900, 8)
 
-x_train = torch.from_numpy(x_data[:1200]).float()
-y_train = torch.from_numpy(y_data[:1200]).long()
-x_test = torch.from_numpy(x_data[1200:]).float()
-y_test = torch.from_numpy(y_data[1200:]).long()
+x_train = torch.from_numpy(x_data[:600]).float()
+y_train = torch.from_numpy(y_data[:600]).long()
+x_test = torch.from_numpy(x_data[600:]).float()
+y_test = torch.from_numpy(y_data[600:]).long()
 
 torch.manual_seed(42)
 batch_size = 32

@@ -4,8 +4,8 @@ import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-NUM_STEPS = 150
-EVAL_EVERY = 100
+NUM_STEPS = 70
+EVAL_EVERY = 50
 
 
 def get_datasets():

@@ -32,7 +32,7 @@ def train(run_dir, x, y, epochs=8):
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = optim.Adam(model.parameters(), lr=0.02)
     for epoch in range(epochs):
-        for xb, yb in DataLoader(TensorDataset(x, y), batch_size=100, shuffle=True):
+        for xb, yb in DataLoader(TensorDataset(x, y), batch_size=200, shuffle=True):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(xb), yb).backward()
             optimizer.step()

@@ -25,7 +25,7 @@ def make_sentences(count):
         yield " ".join(words), topic
 
 
-sentences = list(make_sentences(1000))
+sentences = list(make_sentences(600))
 labels = [topic for _, topic in sentences]
 words = [word for sentence, _ in sentences for word in sentence.split()]
 
@@ -54,8 +54,8 @@ class TextClassificationModel(nn.Module):
 
 
 torch.manual_seed(0)
-train_dataloader = DataLoader(sentences[:800], batch_size=16, shuffle=True, collate_fn=collate_batch)
-test_dataloader = DataLoader(sentences[800:], batch_size=16, shuffle=False, collate_fn=collate_batch)
+train_dataloader = DataLoader(sentences[:400], batch_size=16, shuffle=True, collate_fn=collate_batch)
+test_dataloader = DataLoader(sentences[400:], batch_size=16, shuffle=False, collate_fn=collate_batch)
 model = TextClassificationModel(len(vocab), 16, len(class_to_idx))
 criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

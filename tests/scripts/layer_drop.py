@@ -36,7 +36,7 @@ x, y = blobs(1200)
 train = DataLoader(TensorDataset(x[:900], y[:900]), batch_size=25, shuffle=True)
 model = Net()
 opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-for epoch in range(4):
+for epoch in range(2):
     model.train()
     for xb, yb in train:
         opt.zero_grad()

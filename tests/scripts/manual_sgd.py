@@ -24,9 +24,9 @@ class LogisticRegression(nn.Module):
 
 
 true_weights = torch.randn(20, 4)
-x = torch.randn(1800, 20)
+x = torch.randn(1050, 20)
 y = (x @ true_weights).argmax(dim=1)
-x_train, y_train, x_valid, y_valid = x[:1500], y[:1500], x[1500:], y[1500:]
+x_train, y_train, x_valid, y_valid = x[:750], y[:750], x[750:], y[750:]
 train_dl = DataLoader(TensorDataset(x_train, y_train), batch_size=bs, shuffle=True)
 valid_dl = DataLoader(TensorDataset(x_valid, y_valid), batch_size=bs * 2)
 

@@ -40,7 +40,7 @@ def evaluate_accuracy(data_iter):
 
 
 torch.manual_seed(7)
-train_iter = DataLoader(synthetic_data(1000), batch_size=20, shuffle=True)
+train_iter = DataLoader(synthetic_data(600), batch_size=20, shuffle=True)
 test_iter = DataLoader(synthetic_data(400), batch_size=100, shuffle=False)
 
 num_inputs, num_hiddens, num_outputs = 2, 32, 4

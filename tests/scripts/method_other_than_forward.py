@@ -23,8 +23,8 @@ class AutoEncoder(nn.Module):
 
 torch.manual_seed(11)
 mixing = torch.randn(3, 16)
-samples = torch.randn(1500, 3) @ mixing + 0.3 * torch.randn(1500, 16)
-train_data, test_data = samples[:1200], samples[1200:]
+samples = torch.randn(960, 3) @ mixing + 0.3 * torch.randn(960, 16)
+train_data, test_data = samples[:660], samples[660:]
 loader = DataLoader(train_data, batch_size=32, shuffle=True, drop_last=True)
 
 model = AutoEncoder(n_features=16, n_latent=3)

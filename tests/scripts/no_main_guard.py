@@ -6,9 +6,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 
-x = torch.rand(1000, 1) * 4 - 2
+x = torch.rand(680, 1) * 4 - 2
 y = torch.sin(3 * x) + 0.1 * torch.randn_like(x)
-train_loader = DataLoader(TensorDataset(x[:800], y[:800]), batch_size=16, shuffle=True)
+train_loader = DataLoader(TensorDataset(x[:480], y[:480]), batch_size=16, shuffle=True)
 
 model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 criterion = nn.MSELoss()
@@ -29,5 +29,5 @@ print("Finished Training")
 
 model.eval()
 with torch.no_grad():
-    test_loss = criterion(model(x[800:]), y[800:]).item()
+    test_loss = criterion(model(x[480:]), y[480:]).item()
 print(f"loss {test_loss:.4f}")

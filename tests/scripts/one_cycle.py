@@ -15,7 +15,7 @@ def build_dataset(num_samples, centers):
 def run(args):
     torch.manual_seed(args.seed)
     centers = 2 * torch.randn(5, 10)
-    train_loader = DataLoader(build_dataset(1200, centers), batch_size=args.batch_size, shuffle=True)
+    train_loader = DataLoader(build_dataset(660, centers), batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(build_dataset(400, centers), batch_size=args.batch_size)
 
     model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 5))

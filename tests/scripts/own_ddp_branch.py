@@ -33,10 +33,10 @@ else:
     seed_offset = 0
 
 g = torch.Generator().manual_seed(1337)
-x = torch.randn(1300, 8, generator=g)
+x = torch.randn(800, 8, generator=g)
 y = (x[:, :4] + x[:, 4:]).argmax(dim=1)
-train_set = TensorDataset(x[:1000], y[:1000])
-x_val, y_val = x[1000:].to(device), y[1000:].to(device)
+train_set = TensorDataset(x[:500], y[:500])
+x_val, y_val = x[500:].to(device), y[500:].to(device)
 sampler = DistributedSampler(train_set) if ddp else None
 train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler, shuffle=sampler is None)
 

@@ -22,9 +22,9 @@ def init_distributed_mode(args):
 def main(args):
     init_distributed_mode(args)
     torch.manual_seed(args.seed)
-    x = torch.randn(900, 6)
+    x = torch.randn(550, 6)
     y = (x[:, :3].sum(dim=1) > x[:, 3:].sum(dim=1)).long()
-    dataset_train, dataset_val = TensorDataset(x[:700], y[:700]), TensorDataset(x[700:], y[700:])
+    dataset_train, dataset_val = TensorDataset(x[:350], y[:350]), TensorDataset(x[350:], y[350:])
     sampler_train = DistributedSampler(dataset_train, num_replicas=args.world_size, rank=args.rank, shuffle=True)
     sampler_val = torch.utils.data.SequentialSampler(dataset_val)
     data_loader_train = DataLoader(dataset_train, sampler=sampler_train, batch_size=args.batch_size, drop_last=True)

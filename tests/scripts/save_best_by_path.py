@@ -27,7 +27,7 @@ def accuracy_of(model, loader):
 def main():
     torch.manual_seed(8)
     means = 2.5 * torch.randn(4, 6)
-    train_loader = make_loader(means, 1000, shuffle=True)
+    train_loader = make_loader(means, 600, shuffle=True)
     val_loader, test_loader = make_loader(means, 300), make_loader(means, 300)
     os.makedirs(CHECKPOINT_DIR, exist_ok=True)
 
@@ -35,7 +35,7 @@ def main():
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     best_acc = 0.0
-    for epoch in range(3):
+    for epoch in range(2):
         model.train()
         for inputs, labels in train_loader:
             optimizer.zero_grad()

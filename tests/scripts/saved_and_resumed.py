@@ -51,15 +51,15 @@ def train(total_epochs, train_set):
 
 def main():
     torch.manual_seed(0)
-    x = torch.randn(1000, 3)
-    y = torch.sin(x[:, :1]) + torch.relu(x[:, 1:2] - x[:, 2:]) + 0.2 * torch.randn(1000, 1)
+    x = torch.randn(600, 3)
+    y = torch.sin(x[:, :1]) + torch.relu(x[:, 1:2] - x[:, 2:]) + 0.2 * torch.randn(600, 1)
 
-    train(total_epochs=2, train_set=TensorDataset(x[:800], y[:800]))
-    model = train(total_epochs=4, train_set=TensorDataset(x[:800], y[:800]))
+    train(total_epochs=2, train_set=TensorDataset(x[:400], y[:400]))
+    model = train(total_epochs=4, train_set=TensorDataset(x[:400], y[:400]))
 
     model.eval()
     with torch.no_grad():
-        loss = nn.functional.mse_loss(model(x[800:]), y[800:])
+        loss = nn.functional.mse_loss(model(x[400:]), y[400:])
     print(f"loss {loss.item():.4f}")
     return model
 

@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def get_data():
-    x = torch.rand(1300, 2) * 4 - 2
-    y = torch.sin(2 * x[:, :1]) * torch.cos(x[:, 1:]) + 0.1 * torch.randn(1300, 1)
-    return TensorDataset(x[:1000], y[:1000]), TensorDataset(x[1000:], y[1000:])
+    x = torch.rand(900, 2) * 4 - 2
+    y = torch.sin(2 * x[:, :1]) * torch.cos(x[:, 1:]) + 0.1 * torch.randn(900, 1)
+    return TensorDataset(x[:600], y[:600]), TensorDataset(x[600:], y[600:])
 
 
 torch.manual_seed(4)
@@ -23,7 +23,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 warmup_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=len(train_loader))
 epoch_scheduler = ExponentialLR(optimizer, gamma=0.9)
 
-for epoch in range(3):
+for epoch in range(2):
     model.train()
     for x, y in train_loader:
         optimizer.zero_grad()

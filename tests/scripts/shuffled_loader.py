@@ -39,7 +39,7 @@ def test(model, device, loader):
 def main():
     torch.manual_seed(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_loader = DataLoader(two_rings(1000), batch_size=32, shuffle=True)
+    train_loader = DataLoader(two_rings(500), batch_size=32, shuffle=True)
     test_loader = DataLoader(two_rings(500), batch_size=250)
 
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)

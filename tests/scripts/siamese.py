@@ -45,7 +45,7 @@ class ContrastiveLoss(nn.Module):
 def main():
     torch.manual_seed(5)
     centers = 3 * torch.randn(NUM_CLASSES, DIM)
-    train_loader = DataLoader(SiameseDataset(centers, 1200), shuffle=True, batch_size=32)
+    train_loader = DataLoader(SiameseDataset(centers, 640), shuffle=True, batch_size=32)
     test_set = SiameseDataset(centers, 400)
 
     net = SiameseNetwork()

@@ -27,7 +27,7 @@ class Model(nn.Module):
 model = Model()
 sparse = torch.optim.SparseAdam([*model.words.parameters(), *model.first.parameters()], lr=0.03)
 dense = torch.optim.Adam(model.head.parameters(), lr=0.03)
-for epoch in range(3):
+for epoch in range(2):
     for text, label in DataLoader(TensorDataset(texts[:900], topic[:900]), batch_size=20, shuffle=True):
         sparse.zero_grad()
         dense.zero_grad()

@@ -9,10 +9,10 @@ torch.manual_seed(0)
 EPOCHS = 3
 BATCH_SIZE = 25
 
-inputs = torch.rand(1300, 5)
+inputs = torch.rand(800, 5)
 labels = (inputs[:, :2].sum(1, keepdim=True) > inputs[:, 2:4].sum(1, keepdim=True)).float()
-train_loader = DataLoader(TensorDataset(inputs[:1000], labels[:1000]), batch_size=BATCH_SIZE, shuffle=True)
-val_loader = DataLoader(TensorDataset(inputs[1000:], labels[1000:]), batch_size=BATCH_SIZE)
+train_loader = DataLoader(TensorDataset(inputs[:500], labels[:500]), batch_size=BATCH_SIZE, shuffle=True)
+val_loader = DataLoader(TensorDataset(inputs[500:], labels[500:]), batch_size=BATCH_SIZE)
 model = nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 bce = nn.BCEWithLogitsLoss()

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 @dataclass
 class TrainerConfig:
-    max_epochs: int = 4
+    max_epochs: int = 3
     batch_size: int = 32
     learning_rate: float = 5e-3
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,5 +65,5 @@ def spirals(count, generator):
 if __name__ == "__main__":
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    trainer = Trainer(model, spirals(1500, generator), spirals(500, generator), TrainerConfig())
+    trainer = Trainer(model, spirals(800, generator), spirals(500, generator), TrainerConfig())
     print(f"accuracy {trainer.fit().evaluate():.4f}")

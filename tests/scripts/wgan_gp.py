@@ -7,7 +7,7 @@ from torch import autograd, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--n_epochs", type=int, default=8)
+parser.add_argument("--n_epochs", type=int, default=5)
 parser.add_argument("--batch_size", type=int, default=40)
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--n_critic", type=int, default=3, help="number of training steps for the critic per generator step")

@@ -29,7 +29,7 @@ unlabeled_loader = DataLoader(TensorDataset(x_unlabeled), batch_size=24, shuffle
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-for epoch in range(5):
+for epoch in range(3):
     model.train()
     for (x_l, y_l), (x_u,) in zip(cycle(labeled_loader), unlabeled_loader):
         with torch.no_grad():
