@@ -26,11 +26,15 @@ def printed_by(command, folder):
     return run.stdout + run.stderr
 
 
+def learned(printed, accuracy):
+    assert " samples on each of 2 ranks" in printed
+    assert float(re.findall(r"accuracy (\S+)", printed)[-1]) >= accuracy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "at", "accuracy"),
     [
-        pytest.param("fsdp.py", 1, 0.9, marks=FSDP),
         ("hogwild.py", 0, 0.8),
         ("parameter_server.py", 1, 0.85),
         ("parameter_server.py", 2, 0.9),
@@ -38,20 +42,17 @@ def printed_by(command, folder):
     ],
 )
 def test_an_example_learns_on_ranks(name, at, accuracy, tmp_path):
-    printed = printed_by(commands(name)[at], tmp_path)
-
-    assert " samples on each of 2 ranks" in printed
-    assert float(re.findall(r"accuracy (\S+)", printed)[-1]) >= accuracy
+    learned(printed_by(commands(name)[at], tmp_path), accuracy)
 
 
 @FSDP
 @pytest.mark.slow
-def test_a_checkpoint_of_shards_loads_in_a_plain_model(tmp_path):
+def test_an_example_learns_in_shards_and_its_checkpoint_loads_in_a_plain_model(tmp_path):
     import runpy
 
     import torch
 
-    printed_by(commands("fsdp.py")[1] + " --epochs 1", tmp_path)
+    learned(printed_by(commands("fsdp.py")[1], tmp_path), 0.9)
 
     model = runpy.run_path(str(EXAMPLES / "fsdp.py"))["Decoder"](64, 2)
     model.load_state_dict(torch.load(tmp_path / "decoder.pt"))

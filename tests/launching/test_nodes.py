@@ -311,7 +311,6 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
     ("script", "number"),
     [
         (WAITING, signal.SIGTERM),
-        (MEETING, signal.SIGTERM),
         (MEETING, signal.SIGINT),
     ],
 )
