@@ -47,7 +47,7 @@ SLOW = {
     *("asks_for_a_process_group", "batchnorm_dropout", "branches", "checkpointing", "clip_grad_norm", "compiled", "cross_validation"),
     *("files_by_listdir", "fresh_subset_each_epoch", "gan", "gradient_accumulation", "keep_last_three", "labels_from_set", "layer_drop"),
     *("own_ddp_branch", "own_distributed_sampler", "pytorch_quickstart", "reinforce", "sparse_embedding", "trainer_class", "wgan_gp"),
-    "zipped_loaders",
+    *("csv_log_and_figures", "tensorboard_writer", "workers_with_augmentation", "zipped_loaders"),
 }
 """They train longest, and what they use has tests of its own."""
 
