@@ -175,12 +175,16 @@ class Recorder(contextlib.AbstractContextManager):
         )
         try:
             failure.write(self._directory)
-            reported = self._is_last or failure.interrupted
+            said = ""
+            # the launcher does not report earlier attempts, unless Ctrl-C ends this one
+            if not (self._is_last or failure.interrupted):
+                said = failure.line if failure.lost_another else str(failure)
         except OSError:  # the disk may be full
-            reported = False
-        # the launcher writes nothing into torchrun's logs, and does not report earlier attempts, unless Ctrl-C ends this one
-        if self._stderr is not None and (self._log.exists() or not reported):
-            write(self._stderr, f"{failure}\n".encode(errors="replace"))
+            said = str(failure)
+        if self._log.exists():  # the launcher writes nothing into torchrun's logs
+            said = str(failure)
+        if said and self._stderr is not None:
+            write(self._stderr, f"{said}\n".encode(errors="replace"))
 
     def _shown(self, error: BaseException) -> str:
         """What the script's own ``sys.excepthook`` prints for ``error``, without the rank that torch puts before each line."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from parwrap.errors import LaunchError
+from parwrap.errors import LaunchError, LockstepError
 from parwrap.launching.failures import Failure, Recorder, read_failures, report
 
 
@@ -165,6 +165,23 @@ def test_a_failure_that_cannot_be_written_down_is_told_by_the_rank(recorder, tmp
         raise ValueError("unhappy")
 
     assert capfd.readouterr().err == "rank 1 of 2 failed:\nValueError: unhappy\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("unhappy\nvery"), "rank 1 of 2 failed:\nValueError: unhappy\nvery\n"),
+        (LockstepError("the ranks have come apart:\nfar"), "rank 1 of 2 failed later: LockstepError: the ranks have come apart\n"),
+    ],
+    ids=["its own", "another rank's"],
+)
+def test_a_rank_that_is_started_again_tells_its_failure_and_a_lost_rank_in_one_line(recorder, capfd, monkeypatch, error, said):
+    monkeypatch.setattr(recorder, "_stderr", 2)
+    monkeypatch.setattr(recorder, "_is_last", False)
+    with pytest.raises(type(error)), recorder:
+        raise error
+
+    assert said == capfd.readouterr().err
 
 
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), SystemExit(256)])
