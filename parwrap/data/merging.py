@@ -81,6 +81,13 @@ def merged(reduce: Any, parts: list[Part]) -> Any:
     return _Merge(parts).apply(reduce, [part.result for part in parts], "the result")
 
 
+def _fits(reduce: Any, result: Any) -> bool:
+    """Whether ``reduce`` has a reduction for each entry of ``result``."""
+    if isinstance(reduce, Mapping):
+        return isinstance(result, dict) and result.keys() == reduce.keys()
+    return isinstance(result, (tuple, list)) and len(result) == len(reduce)
+
+
 class _Merge:
     def __init__(self, parts: list[Part]) -> None:
         self._passes = list(zip(*(part.passes for part in parts), strict=True))
@@ -95,10 +102,12 @@ class _Merge:
         return self._of_each(reduce, results, name)
 
     def _by_name(self, reduce: Any, results: list[Any], name: str) -> Any:
+        for each in results:
+            if not _fits(reduce, each):
+                raise UsageError(
+                    f"reduce={reduce!r} does not match {name}, {_short(each)}: pass one reduction for each of its entries, or one for all."
+                )
         first = results[0]
-        fits = isinstance(first, dict) == isinstance(reduce, Mapping) and isinstance(first, (dict, tuple, list))
-        if not fits or any(len(each) != len(reduce) for each in results) or (isinstance(first, dict) and first.keys() != reduce.keys()):
-            raise UsageError(f"reduce={reduce!r} does not match {name}, {_short(first)}: pass one reduction for each of its entries.")
         if isinstance(first, dict):
             return {key: self.apply(reduce[key], [each[key] for each in results], f"{name}[{key!r}]") for key in first}
         entries = (self.apply(each, list(of), f"{name}[{at}]") for at, (each, *of) in enumerate(zip(reduce, *results, strict=True)))

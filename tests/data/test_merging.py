@@ -178,7 +178,9 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             {"a": 1, "b": 2},
             "reduce={'a': 'sum'} does not match the result, {'a': 1, 'b': 2}: pass",
         ),
-        (("sum",), 1, 2, "reduce=('sum',) does not match the result, 1: pass one reduction for each of its entries."),
+        ({"a": "sum"}, {"a": 1}, {"b": 2}, "reduce={'a': 'sum'} does not match the result, {'b': 2}: pass one reduction for each"),
+        (("sum",), (1,), 2, "reduce=('sum',) does not match the result, 2: pass one reduction for each"),
+        (("sum",), 1, 2, "reduce=('sum',) does not match the result, 1: pass one reduction for each of its entries, or one for all."),
         (
             "sum",
             Report(1.0, (None,)),
