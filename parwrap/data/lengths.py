@@ -101,7 +101,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self._refuse_too_long()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass to ``epoch``. Later passes count from there. This only works if ``seed`` is a number."""
+        """Set the number of the next pass to ``epoch``. Later passes count from there. It has no effect unless ``seed`` is an integer."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:

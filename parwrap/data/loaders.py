@@ -126,7 +126,7 @@ def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: we
 
 
 def is_replicated(loader: DataLoader) -> bool:
-    """Whether the script has called :func:`replicate` for ``loader``."""
+    """Whether :func:`replicate` was the script's last call for ``loader``, or for the loader that it is a copy of."""
     return loader in _replicated
 
 

@@ -178,8 +178,8 @@ class distributed(ScopeDecorator):
             size = groups.world_size()
             if nprocs not in ("gpu", "cpu", "auto", size):
                 warn(
-                    f"parwrap: nprocs={nprocs} has no effect here, because the function runs on the {counted(size, 'rank')} that are "
-                    "running already. Remove nprocs=, or start the script as one process."
+                    f"parwrap: nprocs={nprocs} has no effect here, because the function already runs on {counted(size, 'rank')}. Remove "
+                    "nprocs=, or pass it where the ranks are started."
                 )
             return None
         size = number_of_ranks(nprocs, self._options.backend)

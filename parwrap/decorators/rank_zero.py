@@ -79,7 +79,7 @@ class rank_zero_only(ScopeDecorator):
 
 
 class rank_zero_first(ScopeDecorator):
-    """Run the block on rank 0 first, and on the other ranks once rank 0 has finished: rank 0 downloads, then the others read.
+    """Run the block on rank 0 first, and on the other ranks once rank 0 has finished or failed: rank 0 downloads, then the others read.
 
     Write ``with rank_zero_first():`` or ``@rank_zero_first``.
 
@@ -109,7 +109,7 @@ class rank_zero_first(ScopeDecorator):
                 finally:
                     _store(group).set(through, "")
             else:
-                _wait(group, through, "the block of rank_zero_first")
+                _wait(group, through, "the block of rank_zero_first", "the first rank of this node" if self._local else "rank 0")
                 yield
         if not first and (opened := files.current()):
             opened.crossed()
@@ -193,13 +193,13 @@ def _store(group: Group) -> SignedStore:
     return SignedStore(group.store, "rank zero")
 
 
-def _wait(group: Group, key: str, what: str) -> str:
-    """Wait until rank 0 has written ``key``, and return the text."""
+def _wait(group: Group, key: str, what: str, first: str = "rank 0") -> str:
+    """Wait until the rank that goes first has written ``key``, and return the text."""
     store, nap, until = _store(group), NAP[0], time.monotonic() + group.timeout.total_seconds()
     while not store.has(key):
         if time.monotonic() > until:
             raise RankMismatchError(
-                f"rank 0 has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not begun it. Run it on all ranks. "
+                f"{first} has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not begun it. Run it on all ranks. "
                 "If it takes that long, set a larger @parwrap.distributed(timeout=...)."
             )
         time.sleep(nap)

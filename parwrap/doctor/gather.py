@@ -59,7 +59,7 @@ def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
         backend: the requested backend, if any.
     """
     world, error = place(environ)
-    names = [*launch_variables(), "MASTER_ADDR", "MASTER_PORT"]
+    names = launch_variables()
     gpus = find_gpus(environ)
     device, device_error = "cuda" if gpus.seen else "cpu", None
     if gpus.seen and backend != "gloo" and world.launcher == "torchrun":  # other launchers may give each rank separate GPUs

@@ -54,8 +54,8 @@ class Comparison:
         steps: the number of steps that are equal.
         largest: the largest difference in these steps, divided by the largest value of its parameter, or by 1 if that is larger.
         name: the parameter with this difference.
-        left_out: how many values are not compared, because their gradients are rounding.
-        no_numbers: how many values are nan or infinite in both runs.
+        left_out: how many values are not compared, because their gradients are only rounding errors.
+        no_numbers: how many values are nan or infinite in both runs after the last step that is equal.
         difference: where the runs differ first; ``None`` if they are equal.
     """
 
@@ -77,7 +77,7 @@ class Comparison:
         first, where, reference = self.difference, f"on {counted(self.ranks, 'rank')}", self.reference
         if first is None:
             equal = f"equal to {reference} after {counted(self.steps, 'step')} {where}"
-            left_out = f"; {self.left_out} values whose gradients are rounding are left out" if self.left_out else ""
+            left_out = f"; {self.left_out} values whose gradients are only rounding errors are left out" if self.left_out else ""
             no_numbers = f"; {self.no_numbers} values are nan or infinite in both" if self.no_numbers else ""
             return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}{no_numbers}"
         at = f"step {first.step}" + (f" ({first.place})" if first.place else "")
@@ -140,7 +140,7 @@ class _Seen:
     """What the steps of an optimizer have shown so far.
 
     Attributes:
-        noise: for each parameter, which values are left out, because their gradients are rounding.
+        noise: for each parameter, which values are left out, because their gradients are only rounding errors.
         largest: the largest norm of a gradient.
     """
 
@@ -236,7 +236,7 @@ def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float) -> 
 
 
 def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
-    """Mark values in ``left_out`` whose gradients are rounding in both runs and not 0 in both: Adam turns rounding into whole steps."""
+    """Mark values in ``left_out`` whose gradients are only rounding errors in both runs and not 0 in both: Adam makes steps of them."""
     largest = max((float(each.abs().max()) for each in one.grads if each is not None and each.numel()), default=0.0)
     for out, a, b in zip(left_out, one.grads, several.grads, strict=True):
         if a is not None and b is not None and a.shape == b.shape == out.shape:

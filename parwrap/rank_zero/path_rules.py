@@ -98,7 +98,7 @@ class PathRules:
         self._caches: tuple[tuple[str | None, ...], tuple[str, ...]] = ((), ())
 
     def acts(self) -> bool:
-        """Whether the rules apply to this thread now: not in a forked process or in code that only this rank runs."""
+        """Whether the rules apply to this thread now: not in a forked process, in ``passing()``, or in code that only this rank runs."""
         return self.looks() and not is_alone() and self.in_process()
 
     def looks(self) -> bool:

@@ -55,9 +55,13 @@ def gpu_count() -> int:
 
 
 def choose_device(world: World, backend: str | None) -> torch.device:
-    """Choose the device that this rank trains on, and leave at most one GPU visible.
+    """Choose the device that this rank trains on. Hide all other GPUs, unless CUDA is initialized already.
 
-    If there are fewer GPUs than ranks, ranks share them with the backend ``"gloo"``, because nccl does not support this.
+    If there are fewer GPUs than ranks, ranks share them. Ranks that torchrun starts do so only with the backend ``"gloo"``, because nccl
+    does not support this.
+
+    Raises:
+        LaunchError: there are more ranks than GPUs, and the ranks cannot share them.
     """
     gpus, names = gpu_count(), _named()
     if gpus == 0:

@@ -124,8 +124,8 @@ def detect(environ: Mapping[str, str]) -> World:
 def launch_variables() -> tuple[str, ...]:
     """The names of all variables that would show a script that it was launched on several ranks.
 
-    They are every launcher's variables for rank and world size, without those for the job (``SLURM_JOB_ID``), its nodes and resources,
-    which a script may use on one rank too.
+    These are the variables for ranks, their numbers and their rendezvous. Those that only describe a job, such as ``SLURM_JOB_ID``, are
+    left out: a script may use them on one rank too.
 
     >>> "RANK" in launch_variables(), "SLURM_JOB_ID" in launch_variables()
     (True, False)

@@ -54,7 +54,7 @@ class DDP(Strategy):
         return Sites(self._loop, new_set)
 
     def backward(self, call: Backward) -> None:
-        """Run ``call`` and average the gradients that it leaves."""
+        """Run ``call`` and average the gradients that it leaves, except inside ``no_sync``."""
         if self._thread is not None:
             if self._thread is not threading.current_thread():
                 raise self._two_threads()

@@ -229,7 +229,10 @@ class Sites:
         self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
-        """Add all parameters of optimizers that have ``arrived`` parameters on any rank to the set of ``site``; average their gradients."""
+        """Grow the set of ``site``, after a backward that reached parameters outside of it on any rank, and average their gradients.
+
+        All parameters of the optimizers that own these are added.
+        """
         assert site.averager is not None
         group, arrived = self._loop.group, {id(p) for p in self.arrived}
         self.arrived.clear()

@@ -19,8 +19,8 @@ from parwrap.inline import launching
 
 STATE = {"calls": 0}
 ELSEWHERE = (
-    r"^parwrap: nprocs=3 has no effect here, because the function runs on the 2 ranks that are running already\. Remove nprocs=, or start "
-    r"the script as one process\.$"
+    r"^parwrap: nprocs=3 has no effect here, because the function already runs on 2 ranks\. Remove nprocs=, or pass "
+    r"it where the ranks are started\.$"
 )
 
 

@@ -82,7 +82,7 @@ def test_values_whose_gradients_are_rounding_are_left_out():
     result = found([one], [several])
 
     assert (True, 1) == (result.equal, result.left_out)
-    assert str(result).endswith("; 1 values whose gradients are rounding are left out")
+    assert str(result).endswith("; 1 values whose gradients are only rounding errors are left out")
 
 
 def test_a_value_without_any_gradient_is_compared():

@@ -136,7 +136,8 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
 
 
 @pytest.mark.needs_torch(2, 10, why="torchrun has no such option")
-def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run):
+def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run, environ):
+    environ.pop("CUDA_VISIBLE_DEVICES")  # torch would choose one of the GPUs in it for each rank
     options = ("--virtual-local-rank", "--role", "trainer", "--plain", "--no-python")
     status, stdout, _ = parwrap_run("--nproc-per-node", "2", *options, "printenv", "LOCAL_RANK", "ROLE_NAME")
 

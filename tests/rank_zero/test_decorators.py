@@ -2,13 +2,15 @@
 
 import os
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
-from parwrap.errors import RankZeroError, UsageError
+from parwrap.errors import RankMismatchError, RankZeroError, UsageError
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.ranks.collectives import barrier, gather
 from parwrap.ranks.group import current, is_alone, rank
@@ -60,6 +62,27 @@ def test_rank_zero_goes_first(local, tmp_path):
             (tmp_path / "data").write_text("downloaded")
 
     assert [False, True] == gather(there)
+
+
+@pytest.mark.ranks(2)
+def test_the_others_follow_where_rank_zero_fails():
+    followed = False
+    with suppress(ValueError), rank_zero_first():
+        if rank() == 0:
+            raise ValueError
+        followed = True
+
+    assert [False, True] == gather(followed)
+
+
+@pytest.mark.parametrize(("local", "who"), [(False, "rank 0"), (True, "the first rank of this node")])
+@pytest.mark.ranks(2, fresh=True)  # a block that only one rank counts
+def test_waiting_for_a_block_that_does_not_begin_is_an_error(local, who, monkeypatch):
+    monkeypatch.setattr(current(), "timeout", timedelta(seconds=0.2))
+    if rank() == 1:
+        message = f"^{who} has not finished the block of rank_zero_first within 0 s, or has not begun it. Run it on all ranks. If it takes"
+        with pytest.raises(RankMismatchError, match=message), rank_zero_first(local=local):
+            pass
 
 
 @pytest.mark.ranks(2)
