@@ -183,7 +183,7 @@ class Optimizers(Interceptor):
         return evaluates(at_work, lambda p: p in self._in_eval)
 
     def eval_place(self) -> Place | None:
-        """The line that put the first optimizer parameter in eval mode that is in it now; ``None`` if none is."""
+        """The line that put the first parameter of an optimizer that is in eval mode there; ``None`` if none is in it."""
         places = [self._in_eval.get(p) for optimizer in self.all() for p in parameters_of(optimizer)]
         return next((place for place in places if place is not None), None)
 

@@ -28,6 +28,7 @@ from parwrap.strategies.buffers import Buffers
 from parwrap.strategies.ddp_averager import average_now
 from parwrap.strategies.ddp_sites import Sites
 from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["DDP", "rank_zeros", "refuse_alone"]
 
@@ -56,7 +57,7 @@ class DDP(Strategy):
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average the gradients that it leaves, except inside ``no_sync``."""
         if self._thread is not None:
-            if self._thread is not threading.current_thread():
+            if not self._in_running_backward():
                 raise self._two_threads()
             self._loop.divisors.weigh(call)
             call.run()  # inside of another backward, as re-entrant checkpoints do it
@@ -124,6 +125,10 @@ class DDP(Strategy):
         if is_alone():
             raise refuse_alone()
 
+    def _in_running_backward(self) -> bool:
+        """Whether this thread runs a part of the running backward, as autograd's own threads do for what is on GPUs."""
+        return self._thread is threading.current_thread() or (self._thread is not None and in_backward())
+
     def _two_threads(self) -> UsageError:
         return UsageError(
             f"{script_place()} runs a backward in thread {threading.current_thread().name!r} while thread {self._thread.name!r} runs "  # type: ignore[union-attr]
@@ -167,10 +172,10 @@ class DDP(Strategy):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step inside a backward: gradients are not averaged yet."""
-        if self._thread is threading.current_thread() and not self._local:
+        if self._in_running_backward() and not self._local:
             raise UsageError(
                 f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own "
-                "gradients. Step after backward, without hooks on gradients that step."
+                "gradients. Step after backward, not in a hook."
             )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import parwrap
+from parwrap.errors import UsageError
 
 DEVICE = os.environ.get("PARWRAP_TEST_DEVICE", "cuda")
 STEPS = 12
@@ -69,6 +71,34 @@ def test_sparse_gradients_are_averaged():
         return words.weight.grad.to_dense().tolist()
 
     assert [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]] == train()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers[1:](checkpoint(self.layers[0], x.requires_grad_(), use_reentrant=True))
+
+
+@pytest.mark.ranks(2, timeout=120, fresh=True)
+def test_autograds_own_thread_runs_a_backward_inside_a_backward():
+    expected = parwrap.distributed(trained)(model := build(), model)
+    model = Checkpointed(build())
+    actual = parwrap.distributed(trained)(model, model)
+
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+
+
+@pytest.mark.ranks(2, timeout=120, fresh=True)
+def test_a_step_in_autograds_own_thread_is_refused():
+    with parwrap.distributed():
+        weight = nn.Parameter(torch.ones(3, device=DEVICE))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+        with pytest.raises(UsageError, match="steps inside a backward"):
+            (weight * (1.0 + parwrap.rank())).sum().backward()
 
 
 @contextmanager
