@@ -35,7 +35,6 @@ LEFT_OUT = {
     "decorators/distributed.py: f'parwrap: {text}'": "passes on what is said elsewhere",
     "decorators/distributed.py: line": "the summary of a run, which docs/explain.rst explains",
     "doctor/__main__.py: f'parwrap.doctor: {error}'": "passes on an error",
-    "doctor/__main__.py: f'parwrap.doctor: {here}, at: {exam.stage}: {exam.failure}'": "a finding, which docs/doctor.rst explains",
     "insight/scaling.py: f'parwrap scaling: {error}'": "passes on an error",
     "insight/verify.py: f'parwrap verify: {error}'": "passes on an error",
     "launching/jobs.py: f'parwrap.run: {what}'": "passes on what is said elsewhere",

@@ -168,7 +168,7 @@ class Positions:
         """Say that this rank sends a control message of kind ``what`` inside of a backward.
 
         Raises:
-            LockstepError: another rank of the node can never meet it there.
+            LockstepError: another rank of the node has raised, or can never meet this one there.
         """
         backward = self.now()
         self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place))
@@ -181,7 +181,7 @@ class Positions:
         """Say that this rank's backward has reached its end.
 
         Raises:
-            LockstepError: another rank of the node waits inside of it for a message that this rank does not send.
+            LockstepError: another rank of the node has raised, or can never meet this one there.
         """
         self._set(State.AVERAGES)
         if alike:

@@ -110,9 +110,9 @@ class pad_collate:
         shapes = {tensor.shape[1:] for tensor in tensors}
         if len(shapes) > 1:
             field = "the samples" if name is None else f"the field {name!r}"
-            found = " and ".join(sorted({str(tuple(tensor.shape)) for tensor in tensors})[:2])
+            found = " and ".join(sorted({tensor.shape[1:]: str(tuple(tensor.shape)) for tensor in tensors}.values())[:2])
             raise UsageError(
-                f"{field} of a batch have shapes {found}: only the first dimension can be padded, so the others must be equal."
+                f"{field} of a batch: shapes {found} differ beyond the first dimension, which alone can be padded. Make the others equal."
             )
         longest = max(map(len, tensors))
         if rounded or any(len(tensor) != longest for tensor in tensors):
@@ -193,7 +193,7 @@ def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: An
 
     The lengths of sequences come from ``attention_mask``, if present. Otherwise they are found by ``pad_value`` at the end of the sequences
     in ``field``, or in the first integer tensor with rows and columns. All tensors of that shape are cut at the same column, if they
-    contain a single value from there on.
+    contain a single value from there on. What is left has a multiple of ``multiple_of`` columns, unless it had fewer.
 
     >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
     [tensor([[5, 6],

@@ -75,7 +75,11 @@ def _report(exam: Exam, as_json: bool) -> int:
     if exam.world.rank > 0:
         if exam.failure:
             here = f"rank {exam.world.rank} on {exam.facts.host}"
-            print(f"parwrap.doctor: {here}, at: {exam.stage}: {exam.failure}", file=sys.stderr, flush=True)
+            print(
+                f"parwrap.doctor: {here} failed at '{exam.stage}': {exam.failure}. The report of rank 0 has all ranks.",
+                file=sys.stderr,
+                flush=True,
+            )
         return int(bool(exam.failure))
     outcome = exam.outcome()
     findings = find(outcome)

@@ -139,7 +139,7 @@ def open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def locked_memory(facts: Facts) -> Iterator[Finding]:
-    """InfiniBand could not register its memory."""
+    """A limit of locked memory stands in the way of InfiniBand, which locks the memory that it sends."""
     limit = facts.limits.locked_memory
     if facts.network.infiniband and limit is not None:
         yield Finding(

@@ -131,7 +131,7 @@ def _first_name(argv: Sequence[str]) -> str:
             return following
         if option.startswith("--launcher="):
             return option.partition("=")[2]
-    raise UsageError("there is no --launcher on the command line.")
+    raise UsageError("there is no --launcher on the command line: add --launcher NAME.")
 
 
 def _not_its_option(name: str, option: str, parser: argparse.ArgumentParser) -> str:

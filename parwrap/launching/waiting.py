@@ -51,7 +51,9 @@ MOST = 4
 
 @contextmanager
 def reporting_wait(plan: LaunchPlan, handler: Any) -> Iterator[None]:
-    """A context manager around the rendezvous: it waits for nodes with fixed numbers first, and reports nodes that take long.
+    """A context manager around the rendezvous that reports nodes that take long.
+
+    Nodes with fixed numbers have all joined before the block begins.
 
     Args:
         plan: the plan of this node.
@@ -59,6 +61,7 @@ def reporting_wait(plan: LaunchPlan, handler: Any) -> Iterator[None]:
 
     Raises:
         RendezvousTimeoutError: the nodes did not join in time.
+        LaunchError: another kind of server listens at the address.
     """
     missing = {"static": _missing_by_number, "c10d": _missing_by_arrival}.get(plan.torchrun.rdzv_backend)
     if missing is None or plan.nodes[-1] == 1:

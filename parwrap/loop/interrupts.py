@@ -23,7 +23,7 @@ LONGEST = 2.0
 
 
 class Interrupts:
-    """Holds the first signal of each kind while a scope is open.
+    """Holds the first SIGINT or SIGTERM while a scope is open.
 
     Attributes:
         held: the signal that this rank holds, if any.
@@ -38,7 +38,7 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block, hold SIGINT and SIGTERM back; a signal that is ignored, or ends the process at once, stays as it is."""
+        """Inside the block, hold the first SIGINT or SIGTERM until :meth:`release`, for at most 2 s. Ignored and default signals stay."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -203,7 +203,7 @@ class Passes:
         self.streams.use(own)
 
     def same_draws(self, entered: bool) -> None:
-        """Note that the script enters or leaves ``with parwrap.same_draws()``, in which all ranks draw the same numbers."""
+        """Record that the script enters or leaves ``with parwrap.same_draws()``, in which all ranks draw the same numbers."""
         self._same_draws += 1 if entered else -1
         self.draw()
 
@@ -290,6 +290,6 @@ class Passes:
             f"{script_place()} calls one backward for batches of the loaders at {' and '.join(str(each.place) for each in passes)}, of "
             f"which this rank has parts of {', '.join(str(each.in_flight[-1].samples) for each in passes)} samples. With "
             'batch="global" or uneven="join" a loss counts by this '
-            "rank's share of its batch. These shares differ, so no one weight is right for the sum of the losses. Call backward for each "
-            "loss, or choose batch sizes that the number of ranks divides."
+            "rank's share of its batch. These shares differ, so no single weight is right for the sum of the losses. Call backward for "
+            "each loss, or choose batch sizes that divide the datasets and that the number of ranks divides."
         )

@@ -89,7 +89,8 @@ class JournalReader:
     Attributes:
         saves: where to read each save.
         made: the folders that the first rank has made since the last barrier.
-        before: for each path from before the run that changed since the last barrier, where to read its old content; empty for a folder.
+        before: for each path that existed before the run and has changed since the last barrier, where to read its old content; empty for a
+            folder.
         alone: the beginning and end of what the first rank ran alone.
         ended: whether the first rank writes no more.
     """

@@ -63,7 +63,7 @@ class Entry:
 
 
 class Overlay:
-    """The files of one rank. Paths are keys of ``rules``.
+    """The files of one rank. Paths are keys of ``rules``. A small file in scratch, a *marker*, stands for each save of rank 0.
 
     Args:
         rules: which paths are exempt.
@@ -209,7 +209,7 @@ class Overlay:
         return isinstance(place, str) and place.startswith(f"{self.scratch}/")
 
     def marked(self, place: Any) -> str | None:
-        """The name of the save whose marker is at ``place``."""
+        """The name of the save that the marker at ``place`` stands for, or ``None`` if there is no marker."""
         if not self.owns(place) or not os.path.isfile(place) or os.path.getsize(place) > LONGEST_MARK:
             return None
         with open(place, "rb") as file:

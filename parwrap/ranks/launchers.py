@@ -111,7 +111,11 @@ def _first_of_lsf(environ: Environ) -> str | None:
 
 
 def sagemakers_hosts(environ: Environ) -> list[str]:
-    """The hosts of a SageMaker job; empty elsewhere."""
+    """The hosts of a SageMaker job; empty elsewhere.
+
+    Raises:
+        LaunchError: ``SM_HOSTS`` is not a JSON list of names.
+    """
     try:
         hosts = json.loads(environ.get("SM_HOSTS") or "[]")
     except (ValueError, RecursionError):

@@ -63,7 +63,7 @@ class Buffers:
         self._hook = register_module_buffer_registration_hook(lambda module, name, buffer: self._modules.setdefault(module))
 
     def put_in_eval(self, module: nn.Module) -> None:
-        """Note that the script has put ``module`` in eval mode."""
+        """Record that the script has put ``module`` in eval mode."""
         self._evaluated = [each for each in self._evaluated if each() not in (None, module)] + [weakref.ref(module)]
 
     def watch(self) -> None:

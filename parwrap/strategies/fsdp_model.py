@@ -102,7 +102,7 @@ class ShardedModel:
                     self.parameters.append((p, param))
 
     def gather_once(self) -> None:
-        """Gather all units once outside of inference mode: torch keeps these tensors, and training cannot use inference tensors."""
+        """Gather all units once. Call it outside of inference mode: torch keeps the tensors, and training needs normal ones."""
         for state in self._states:
             for group in param_groups(state):
                 group.unshard()
