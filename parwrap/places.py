@@ -35,7 +35,15 @@ class Place(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+        return f"{_name_of(self.file)}:{self.line}"
+
+
+def _name_of(file: str) -> str:
+    """What the user calls ``file``: a script's name without its folders, or the number of a notebook's cell, ``In[2]``."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return os.path.basename(file) if cell is None else cell[1]
 
 
 def script_place(frame: FrameType | None = None) -> Place:
@@ -46,7 +54,7 @@ def script_place(frame: FrameType | None = None) -> Place:
     innermost = frame = sys._getframe(1) if frame is None else frame
     outside = None
     while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
+        kind = _kind_of(frame)
         if kind == SCRIPT:
             return Place(frame.f_code.co_filename, frame.f_lineno)
         if kind == LIBRARY and outside is None:
@@ -68,7 +76,7 @@ def warn(text: str) -> None:
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the script around ``frame``, if it is in a module (the fork server's command is not)."""
-    while frame is not None and not (frame.f_globals.get("__name__") and _kind(frame.f_code.co_filename) == SCRIPT):
+    while frame is not None and not (frame.f_globals.get("__name__") and _kind_of(frame) == SCRIPT):
         frame = frame.f_back
     return frame
 
@@ -102,13 +110,9 @@ def from_script(frame: FrameType | None) -> bool:
     For frames of the standard library, such as ``threading``, the frames around them decide.
     """
     while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
-        if kind == SCRIPT:
-            return True
-        if kind == OURS:
-            return False
-        if kind == LIBRARY:
-            return _in_main_package(frame)
+        kind = _kind_of(frame)
+        if kind != PASSING:
+            return kind == SCRIPT
         frame = frame.f_back
     return True
 
@@ -132,6 +136,12 @@ def is_standard(file: str) -> bool:
 SCRIPT, LIBRARY, OURS, PASSING = range(4)
 
 
+def _kind_of(frame: FrameType) -> int:
+    """Whether ``frame`` runs code of the user, wherever its file is, of a library, of torch or parwrap, or code that only calls others."""
+    kind = _kind(frame.f_code.co_filename)
+    return SCRIPT if kind == LIBRARY and _in_main_package(frame) else kind
+
+
 @functools.cache
 def _kind(file: str) -> int:
     """Whether the source ``file`` contains code of the user, of a library, of torch or parwrap, or code that only calls others."""
@@ -149,6 +159,6 @@ def _is_in_script_directory(file: str) -> bool:
 
 
 def _in_main_package(frame: FrameType) -> bool:
-    """Whether ``frame`` belongs to ``__main__`` or a module of its package, because ``python -m`` also runs installed packages."""
+    """Whether ``frame`` belongs to ``__main__`` or a module of its package: a cell of a notebook, or a package that ``python -m`` runs."""
     name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
     return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

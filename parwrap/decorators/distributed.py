@@ -614,6 +614,6 @@ def _stand_aside(what: str, rank: int = 0) -> None:
     if rank == 0:
         print(
             f"parwrap: this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own "
-            "distributed code to let parwrap shard loaders and average gradients.",
+            "distributed code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables.",
             file=sys.stderr,
         )

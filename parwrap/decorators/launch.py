@@ -60,16 +60,17 @@ def launch(
             "3, nprocs=2)."
         )
     plain, decorators = undecorated(function)
-    _refuse_options(plain, kwargs, "" if nprocs is None else f", nprocs={nprocs!r}")
+    others = ", ..." * bool(args) + ("" if nprocs is None else f", nprocs={nprocs!r}")
+    _refuse_options(plain, kwargs, others)
     given = next((each.given for each in decorators if isinstance(each, distributed)), {})
     if nprocs is None:
         nprocs = "gpu" if gpu_count() else 1
     here = {"nprocs": nprocs, "start_method": start_method}
-    others = [each for each in decorators if not isinstance(each, distributed)]
-    return scoped(plain, [distributed(**{**given, **here}), *others])(*args, **kwargs)
+    inside = [each for each in decorators if not isinstance(each, distributed)]
+    return scoped(plain, [distributed(**{**given, **here}), *inside])(*args, **kwargs)
 
 
-def _refuse_options(function: Callable[..., Any], given: Mapping[str, Any], nprocs: str) -> None:
+def _refuse_options(function: Callable[..., Any], given: Mapping[str, Any], others: str) -> None:
     """Raise :class:`UsageError` for a keyword that looks like one of parwrap's options and is not an argument of ``function``."""
     try:
         arguments = inspect.signature(function).parameters
@@ -85,5 +86,5 @@ def _refuse_options(function: Callable[..., Any], given: Mapping[str, Any], npro
             advice = f"Did you mean {meant[0]}={value!r}?"
         else:
             called = f"parwrap.distributed({meant[0]}={value!r})({getattr(function, '__name__', 'function')})"
-            advice = f"{meant[0]!r} is an option of parwrap.distributed: decorate the function, or call parwrap.launch({called}{nprocs})."
+            advice = f"{meant[0]!r} is an option of parwrap.distributed: decorate the function, or call parwrap.launch({called}{others})."
         raise UsageError(f"{describe(function)} takes no argument {name!r}, which parwrap.launch would pass to it. {advice}")

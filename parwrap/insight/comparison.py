@@ -100,7 +100,14 @@ def compared_with_ddp(by_hand: Recorded, parwraps: Recorded, ranks: int, said: s
 
 
 def compared(
-    one: Recorded, several: Recorded, ranks: int, *, synchronized: bool = True, said: str = "", tolerance: float = TOLERANCE
+    one: Recorded,
+    several: Recorded,
+    ranks: int,
+    *,
+    synchronized: bool = True,
+    half: bool = False,
+    said: str = "",
+    tolerance: float = TOLERANCE,
 ) -> Comparison:
     """Compare a run on one process with a run on several ranks.
 
@@ -109,9 +116,10 @@ def compared(
         several: what the run on several ranks has recorded.
         ranks: the number of ranks.
         synchronized: whether batch norms are synchronized on several ranks.
+        half: whether both runs compute in half precision.
         said: what the run on several ranks has printed.
-        tolerance: the largest difference that counts as rounding, like :data:`TOLERANCE`. A gradient may differ by 100 times this
-            fraction of its norm and a tenth of this fraction of the largest norm so far.
+        tolerance: the largest difference that counts as rounding after the first step, like :data:`TOLERANCE`. Each step adds as much. A
+            gradient may differ by 100 times this fraction of its norm and a tenth of this fraction of the largest norm so far.
     """
     result = Comparison(ranks)
     seen: defaultdict[int, _Seen] = defaultdict(_Seen)
@@ -121,7 +129,7 @@ def compared(
             what, values, reasons = found
             if not reasons:
                 augmented = any(step.draws_reading for run in (one, several) for step in run.steps)
-                reasons = _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, said)
+                reasons = _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, half, said)
             result.difference = Difference(number, left.place, what, *values, reasons)
             return result
         result.steps = number
@@ -157,12 +165,12 @@ def _first_difference(
         steps = (f"{each.optimizer} of {counted(len(each.sizes), 'parameter')}" for each in (one, several))
         return "the optimizer that steps", (next(steps), next(steps)), [OTHER_STEPS]
     found = _largest(one, one.before, several.before)
-    if found and found[0] > tolerance:
+    if found and found[0] > number * tolerance:
         return f"{found[1]} before the first step", found[2:], [OTHER_START if number == 1 else OTHER_START_LATER]
     seen.noise += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(seen.noise) :]]
     _note_noise(seen.noise, one, several)
     found = _largest(one, one.after, several.after, seen.noise)
-    if found and found[0] > tolerance:
+    if found and found[0] > number * tolerance:
         return found[1], found[2:], []
     if (grads := _other_gradient(one, several, seen, tolerance)) is not None:
         return grads[0], grads[1:], []
@@ -244,7 +252,7 @@ def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
             out |= small & ((a != 0) | (b != 0))
 
 
-def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augmented: bool, said: str) -> list[str]:
+def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augmented: bool, half: bool, said: str) -> list[str]:
     """Why a step differs: first reasons that the records show, then reasons that they do not exclude.
 
     Args:
@@ -253,6 +261,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         ranks: the number of ranks.
         own_statistics: whether batch norms use the statistics of each rank's part.
         augmented: whether reading samples draws random numbers.
+        half: whether both runs compute in half precision.
         said: what the run on several ranks has said.
     """
     reasons, on_ranks = [], f"on {counted(ranks, 'rank')}"
@@ -301,6 +310,11 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         reasons.append("batch norms use the statistics of each rank's part: --sync-bn synchronizes them")
     if not reasons and factor is not None:
         reasons.append("the gradients agree, and the optimizer enlarges their rounding: --tolerance allows larger differences")
+    if not reasons and half:
+        reasons.append(
+            "half precision rounds sums over other parts of a batch in another way, which adds up over the steps: if the script is equal "
+            "without --amp, nothing else is wrong, and --tolerance allows larger differences"
+        )
     return reasons or [
         "the loss is no mean over samples: it is divided by a number of the rank's part (a masked mean: "
         "`parwrap.mean_over_ranks(sum, count)`), or it compares the samples of a batch (in-batch negatives: `parwrap.gather_with_grad`) or "

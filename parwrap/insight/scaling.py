@@ -55,6 +55,10 @@ class Point:
     serial: float | None = None
 
 
+MOST = 1.1
+"""A larger efficiency cannot be: the runs are no measurement."""
+
+
 def serial_part(speedup: float, ranks: float) -> float:
     """The part of the work that more ranks do not make shorter, as a measured speedup shows it.
 
@@ -146,6 +150,9 @@ def _told(points: Sequence[Point]) -> str:
             f"{each.ranks:5}  {each.samples_per_second:12,.0f}  {1000 * each.step:10.2f}  {each.efficiency:10.0%}  {serial}".rstrip()
         )
     first, last = points[0], points[-1]
+    if last.efficiency > MOST:
+        lines.append(f"{last.efficiency:.0%} is more than ranks can give: something else has slowed the first run down. Measure again.")
+        return "\n".join(lines)
     times = 2 * last.ranks / first.ranks
     speedup = expected(max(last.serial or 0.0, 0.0), times)
     lines.append(

@@ -46,7 +46,7 @@ writes and prints goes to scratch; programs that it starts write where they alwa
 
   --steps N           optimizer steps to compare; 20
   --nproc-per-node N  ranks of the second run; 2
-  --tolerance X       the largest difference by rounding, beside a largest value of 1; 1e-5, or 1e-3 with --amp
+  --tolerance X       the largest difference by rounding in a step, beside a largest value of 1; 1e-5, or 1e-3 with --amp
   --no-dropout        turn dropout off in both runs, because each rank draws its own
   --against ddp       compare per-rank batches with torch's DDP, driven by hand on as many ranks, bit for bit
   --seed N            for scripts that set none; 0
@@ -203,13 +203,13 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
             "optimizer of torch.optim."
         )
     given = asked.arguments
-    asks, tolerance = hasattr(given, "sync_bn"), given.tolerance
+    asks, half, tolerance = hasattr(given, "sync_bn"), hasattr(given, "amp"), given.tolerance
     if tolerance is None:
-        tolerance = LOW_PRECISION if hasattr(given, "amp") else TOLERANCE
+        tolerance = LOW_PRECISION if half else TOLERANCE
     around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asks else [])]
     run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
     several = recorded_in(run.folder, run.failed)
-    return compared(one, several, ranks, synchronized=one.batch_norms or asks, said=run.said, tolerance=tolerance)
+    return compared(one, several, ranks, synchronized=one.batch_norms or asks, half=half, said=run.said, tolerance=tolerance)
 
 
 def _refuse_numbers(steps: int, ranks: Any) -> None:

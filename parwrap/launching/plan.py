@@ -141,7 +141,8 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     nodes = _node_counts(arguments)
     alone_by_default = not (arguments.nproc_per_node or outer)
     one_process = hasattr(arguments, "data_parallel")
-    ranks = _ranks(arguments.nproc_per_node or str(1 if outer or one_process else gpus or 1), gpus, cores)
+    of_node = gpus or (2 if hasattr(arguments, "explain") else 1)  # with one rank there is nothing to explain
+    ranks = _ranks(arguments.nproc_per_node or str(1 if outer or one_process else of_node), gpus, cores)
     if one_process:
         _refuse_several(ranks, nodes, options)
     if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":

@@ -216,7 +216,7 @@ def test_a_call_in_place_of_a_function():
         (
             {"strategy": "zero1"},
             r"train \(.*\.py:\d+\) takes no argument 'strategy', which .*\. 'strategy' is an option of parwrap\.distributed: decorate the "
-            r"function, or call parwrap\.launch\(parwrap\.distributed\(strategy='zero1'\)\(train\), nprocs=2\)\.$",
+            r"function, or call parwrap\.launch\(parwrap\.distributed\(strategy='zero1'\)\(train\), \.\.\., nprocs=2\)\.$",
         ),
     ],
 )

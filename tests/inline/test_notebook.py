@@ -1,6 +1,7 @@
 """``parwrap.launch`` in the kernel of a notebook, and at Python's prompt."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,25 @@ def test_what_rank_zero_displays_is_shown(kernel):
 
     assert ["{'rank': 0}"] == shown["displayed"]
     assert "" == shown["error"] == shown["stderr"]
+
+
+def test_a_loop_in_a_library_is_at_the_line_of_the_cell(kernel):
+    shown = kernel.run("""
+from tqdm import tqdm
+
+def through_tqdm():
+    read = []
+    for epoch in range(2):
+        for x, y in tqdm(DataLoader(data, batch_size=4, shuffle=True), disable=True):
+            step(x, y)
+            read.append(len(x))
+    return sum(read)
+
+parwrap.launch(through_tqdm, nprocs=2)
+""")
+
+    assert ("32", "") == (shown["result"], shown["error"])
+    assert re.search(r"parwrap: In\[\d+\]:6 read 16 of 32 samples on each of 2 ranks", shown["stderr"]), shown["stderr"]
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

@@ -21,9 +21,16 @@ def step(grad=GRAD, before=START, **others):
     return Step(*fixed, [before], [grad], [before - rate * grad], **options)
 
 
-def found(one, several, ranks=2, synchronized=True, said="", batch_norms=False, failed=False, tolerance=1e-5):
+def found(one, several, ranks=2, synchronized=True, half=False, said="", batch_norms=False, failed=False, tolerance=1e-5):
     runs = Recorded(one), Recorded(several, batch_norms, failed)
-    return compared(*runs, ranks, synchronized=synchronized, said=said, tolerance=tolerance)
+    return compared(*runs, ranks, synchronized=synchronized, half=half, said=said, tolerance=tolerance)
+
+
+def test_rounding_may_add_up_from_step_to_step():
+    drifting = [step(before=START * (1 + each * 3e-6)) for each in range(6)]
+
+    assert found([step()] * 6, drifting, tolerance=4e-6).equal
+    assert not found([step()] * 6, drifting, tolerance=1e-6).equal
 
 
 def test_equal_runs_are_equal_and_the_largest_difference_is_named():
@@ -57,6 +64,7 @@ def test_the_first_step_that_differs_is_named_with_both_values():
             {"grad": -GRAD, "samples": 11, "batches": 8, "read": 2},
             {},
         ),
+        ("half precision rounds sums over other parts of a batch in another way", {}, {"grad": GRAD.flip(0)}, {"half": True}),
         ("all ranks do the same work", {}, {"grad": -GRAD, "samples": 16, "data": [6.0, 10.0]}, {}),
         ("all ranks do the same work", {}, {"grad": -GRAD}, {"said": f"parwrap: all ranks compute the same losses at 3: {WHOLE_WORK}"}),
         ("the runs take different branches", {"read": 3}, {"grad": -GRAD, "read": 4}, {}),

@@ -39,10 +39,12 @@ def test_a_script_is_timed_on_each_number_of_ranks_and_drawn(tmp_path):
 
 def test_the_table_says_what_twice_as_many_ranks_would_give():
     told = _told([Point(1, 1000.0, 0.008), Point(2, 1600.0, 0.01, 0.8, 0.25)])
+    nonsense = _told([Point(1, 1000.0, 0.008), Point(2, 9000.0, 0.002, 4.5, -0.8)])
 
     assert "    1         1,000        8.00        100%" == told.splitlines()[1]
     assert "    2         1,600       10.00         80%            25.0%" == told.splitlines()[2]
     assert "at 4 ranks expect 2,286 samples/s (57%), if that part stays" == told.splitlines()[3]  # 1000 / (0.25 + 0.75 / 4)
+    assert "450% is more than ranks can give: something else has slowed the first run down. Measure again." == nonsense.splitlines()[3]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,9 @@ def test_each_option_of_parwrap_is_among_these_command_lines():
         (["--nproc-per-node", "auto"], {}, 0, 8),
         (["--nproc-per-node", "6", "--plain"], {}, 4, 6),
         (["--data-parallel", "all"], {}, 4, 1),
+        (["--explain"], {}, 0, 2),
+        (["--explain"], {}, 4, 4),
+        (["--explain", "--nproc-per-node", "1"], {}, 0, 1),
     ],
 )
 def test_how_many_ranks(argv, environ, gpus, ranks):
