@@ -118,13 +118,13 @@ def compared(
         synchronized: whether batch norms are synchronized on several ranks.
         half: whether both runs compute in half precision.
         said: what the run on several ranks has printed.
-        tolerance: the largest difference that counts as rounding after the first step, like :data:`TOLERANCE`. Each step adds as much. A
-            gradient may differ by 100 times this fraction of its norm and a tenth of this fraction of the largest norm so far.
+        tolerance: the largest difference that counts as rounding after the first step, like :data:`TOLERANCE`. A gradient may differ by
+            100 times this fraction of its norm and a tenth of this fraction of the largest norm so far. Each further step adds as much.
     """
     result = Comparison(ranks)
     seen: defaultdict[int, _Seen] = defaultdict(_Seen)
     for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
-        found = _first_difference(left, right, number, seen[left.number], result, tolerance)
+        found = _first_difference(left, right, number, seen[left.number], result, number * tolerance)
         if found is not None:
             what, values, reasons = found
             if not reasons:
@@ -165,12 +165,12 @@ def _first_difference(
         steps = (f"{each.optimizer} of {counted(len(each.sizes), 'parameter')}" for each in (one, several))
         return "the optimizer that steps", (next(steps), next(steps)), [OTHER_STEPS]
     found = _largest(one, one.before, several.before)
-    if found and found[0] > number * tolerance:
+    if found and found[0] > tolerance:
         return f"{found[1]} before the first step", found[2:], [OTHER_START if number == 1 else OTHER_START_LATER]
     seen.noise += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(seen.noise) :]]
     _note_noise(seen.noise, one, several)
     found = _largest(one, one.after, several.after, seen.noise)
-    if found and found[0] > number * tolerance:
+    if found and found[0] > tolerance:
         return found[1], found[2:], []
     if (grads := _other_gradient(one, several, seen, tolerance)) is not None:
         return grads[0], grads[1:], []
