@@ -516,7 +516,9 @@ class _Scope(Interceptor):
 
     def _say(self, text: str) -> None:
         if self._group is None or self._group.world.rank == 0:
-            print(f"parwrap: {text}", file=sys.stderr)
+            bars = sys.modules.get("tqdm")  # a bar that is shown would be on the same line
+            with bars.tqdm.external_write_mode(sys.stderr) if bars is not None else nullcontext():
+                print(f"parwrap: {text}", file=sys.stderr)
 
     def distributes_itself(self, what: str) -> None:
         """Remove all interceptors, because the script distributes itself."""

@@ -42,6 +42,13 @@ def test_a_loop_with_a_bar_of_its_own_gets_no_other(tmp_path):
     assert (True, False) == ("own: " in text, "epoch" in text)
 
 
+def test_what_parwrap_says_is_not_on_the_line_of_the_scripts_bar(tmp_path):
+    own = SCRIPT.replace("in loader:\n        optimizer", "in tqdm(loader):\n        optimizer")
+    text = shown("from tqdm import tqdm\n" + own, tmp_path, "run", "--nproc-per-node", "2")
+
+    assert re.search(r"[\r\n]parwrap: \S+ read 12 of 24 samples on each of 2 ranks", text), text
+
+
 def test_without_a_terminal_there_is_no_bar(capfd):
     with parwrap.progress():
         exec(SCRIPT, {"__name__": "script"})
