@@ -100,6 +100,7 @@ class SameStep:
         self._last: str | Place = "its start"
         assert group.folder is not None
         ranks = group.world.node_ranks
+        self._world = group.world
         self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks)
         self._on_the_way: deque[_Exchanged] = deque()
 
@@ -225,8 +226,10 @@ class SameStep:
     def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
         if means[: Entry.WEIGHT] != mine[: Entry.WEIGHT]:
             differ = [index for index in ALIKE if abs(means[index] - mine[index]) > TOLERANCE]
+            if differ and differ[0] in (Entry.SET, Entry.STEP):
+                raise self.positions.error(self._steps_apart(mine[Entry.STEP], means[Entry.STEP], training))
             if differ:
-                self._refuse(differ, training.place if training else place)
+                different_data({(index - Entry.DATA) // 2 for index in differ}, training.place if training else place)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
             raise RankMismatchError(
                 f"the ranks train on parts of different batches in the backward at {place}. A rank's weight is its share of the samples of "
@@ -243,10 +246,13 @@ class SameStep:
         """Whether to compare losses at ``place``: not on shares, where gathered features give equal losses, nor with per-rank draws."""
         return not self._passes.draws_own and (training is None or not training.shared) and self._work.watches(place)
 
-    def _refuse(self, differ: list[int], place: Place) -> None:
-        if differ[0] in (Entry.SET, Entry.STEP):
-            raise self.positions.error("their gradients belong to different steps")
-        different_data({(index - Entry.DATA) // 2 for index in differ}, place)
+    def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:
+        """Where this rank is, and what its backward tells about the others; their pages may say the same line."""
+        rank, size = self._world.rank, self._world.size
+        others = f"{2 * mean - mine + 1:.0f} on the other rank" if size == 2 else f"{mean + 1:.4g} on average over the ranks"
+        where = f"its pass over the loader at {training.place}" if training else "the script"
+        apart = "" if abs(mean - mine) <= TOLERANCE else f" (rank {rank} is in backward {mine + 1:.0f} of {where}, and it is {others})"
+        return f"their gradients belong to different steps{apart}"
 
     def close(self) -> None:
         self.positions.close()
