@@ -132,10 +132,14 @@ def turn(way: str, case: Case, meetings: Iterator[str], weights: set[str]) -> fl
     return milliseconds
 
 
+def as_host(rank: int) -> dict[str, str]:
+    """The variables by which NCCL takes ``rank`` for a host of its own, because it refuses two ranks on one GPU of a host."""
+    return {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+
+
 def rank_process(rank: int, ranks: int, folder: str, cases: list[str], repeats: int) -> None:
     """Take all turns; rank 0 prints the table."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket", NCCL_IB_DISABLE="1")
+    os.environ.update(as_host(rank), RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.backends.cudnn.deterministic = True
     meetings = (Path(folder, str(number)).as_uri() for number in count())
     with ExitStack() as output:

@@ -127,7 +127,7 @@ class DDP(Strategy):
 
     def _in_running_backward(self) -> bool:
         """Whether this thread runs a part of the running backward, as autograd's own threads do for what is on GPUs."""
-        return self._thread is threading.current_thread() or (self._thread is not None and in_backward())
+        return self._thread is not None and (self._thread is threading.current_thread() or in_backward())
 
     def _two_threads(self) -> UsageError:
         return UsageError(

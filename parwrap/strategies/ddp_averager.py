@@ -96,11 +96,10 @@ class GradientAverager:
         # missing rank among 16 from rounding, so for half precision the signal is float32 and has a bucket to itself
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
+        # the first layer, the last to arrive, must not fill the only bucket before the signal arrives
         sharing = [p.numel() * p.element_size() for p in self.parameters if id(p) not in sparse and p.dtype == dtype]
         if options.get("bucket_cap_mb") is None and sum(sharing[1:]) < FIRST_BUCKET <= sum(sharing):
-            options["bucket_cap_mb"] = (
-                BUCKET_MB  # the first layer, the last to arrive, would fill the only bucket before the signal arrives
-            )
+            options["bucket_cap_mb"] = BUCKET_MB
         self._facts = facts = torch.zeros(len(self.parameters) + len(others) + NUMBERS, dtype=dtype, device=device)
         facts[:-NUMBERS] = 1
         # numpy reads and writes a few numbers in a tenth of torch's time

@@ -47,8 +47,8 @@ KINDS = {
     "tied_weights": "a parameter with two names",
     "wgan_gp": "gradients of gradients",
 }
-"""What each script stands for: when gradients are sent, when they are read, and what else is sent meanwhile. Other scripts send and read
-what one of these does, at the same points of a step.
+"""What each script stands for: when it sends and reads gradients, and what else it sends in between. Every other script does what one of
+these does, at the same points of a step.
 """
 STEPS = 8
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from on_gpu import as_host
 
 import parwrap
 from parwrap.testing.rank_pools import rank_environ
@@ -29,11 +30,10 @@ def on_two_hosts(folder: Path, *command: str, **environ: str) -> list[tuple[int,
     """How ``python COMMAND`` ends on each host, and what it prints; ``RANK`` in it is the rank."""
     ranks = []
     for rank in range(2):
-        nccl = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
         environment = {
             **rank_environ(),
             "PYTHONPATH": str(ROOT),
-            **nccl,
+            **as_host(rank),
             **{name: value.replace("RANK", str(rank)) for name, value in environ.items()},
         }
         words = [sys.executable, *(word.replace("RANK", str(rank)) for word in command)]
