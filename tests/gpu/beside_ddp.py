@@ -1,4 +1,4 @@
-"""Trains in one way by hand and by parwrap, on one of two ranks: ``python beside_ddp.py cuda nccl FILE WAY``. test_nccl.py runs it.
+"""Trains in one way by hand and by parwrap, on two ranks: ``python beside_ddp.py cuda nccl FILE WAY``. test_nccl.py runs it.
 
 Rank 0 prints as JSON by how much the weights differ at most, the largest weight, and the lines at which parwrap has waited for the GPU.
 """
@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS, SETTLED = 44, 36
 """Weights are compared in the 32nd step; after ``SETTLED`` steps nothing is new."""
 EACH = 4
-"""Batches of one update with ``accumulate``."""
+"""Batches of one update with ``accumulate``, and steps of one average with ``local_sgd``."""
 
 DECORATORS = {
     **{name: parwrap.amp(dtype=name) for name in DTYPES},
@@ -38,6 +38,8 @@ OPTIONS = {
     "compress": {"compress": "bf16"},
     "zero1": {"strategy": "zero1"},
     "fsdp": {"strategy": "fsdp"},
+    "local_sgd": {"strategy": "local_sgd", "every": EACH},
+    "parameter_server": {"strategy": "parameter_server", "staleness": 0},
 }
 
 
@@ -57,6 +59,8 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def by_hand() -> nn.Module:
+    if WAY == "local_sgd":
+        return _local_sgd_by_hand()
     plain = build()
     if WAY == "sync_bn":
         plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
@@ -78,6 +82,20 @@ def by_hand() -> nn.Module:
     return plain
 
 
+def _local_sgd_by_hand() -> nn.Module:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for number, (x, y) in enumerate(batches(), 1):
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % EACH == 0:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 2
+    return model
+
+
 def train() -> nn.Module:
     """As for one GPU."""
     plain = build()
@@ -95,10 +113,11 @@ def train() -> nn.Module:
 
 
 def main() -> None:
-    dist.init_process_group(BACKEND, init_method=f"file://{MEETING}", rank=RANK, world_size=2)
-    expected = [p.detach() for p in by_hand().parameters()]
-    dist.barrier()
-    dist.destroy_process_group()
+    if RANK < 2:  # others are servers
+        dist.init_process_group(BACKEND, init_method=f"file://{MEETING}", rank=RANK, world_size=2)
+        expected = [p.detach() for p in by_hand().parameters()]
+        dist.barrier()
+        dist.destroy_process_group()
     scoped = parwrap.distributed(backend=BACKEND, **OPTIONS.get(WAY, {}))(DECORATORS.get(WAY, lambda function: function)(train))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

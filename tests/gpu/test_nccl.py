@@ -26,10 +26,10 @@ ROOT = Path(parwrap.__file__).parents[1]
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
-def on_two_hosts(folder: Path, *command: str, **environ: str) -> list[tuple[int, str, str]]:
-    """How ``python COMMAND`` ends on each host, and what it prints; ``RANK`` in it is the rank."""
+def on_hosts(number: int, folder: Path, *command: str, **environ: str) -> list[tuple[int, str, str]]:
+    """How ``python COMMAND`` ends on each of ``number`` hosts, and what it prints; ``RANK`` in it is the rank."""
     ranks = []
-    for rank in range(2):
+    for rank in range(number):
         environment = {
             **rank_environ(),
             "PYTHONPATH": str(ROOT),
@@ -46,12 +46,12 @@ def on_two_hosts(folder: Path, *command: str, **environ: str) -> list[tuple[int,
     return [(rank.returncode, *printed) for rank, printed in zip(ranks, ends, strict=True)]
 
 
-def trained(way: str, tmp_path: Path) -> dict[str, Any]:
+def trained(way: str, tmp_path: Path, ranks: int = 2) -> dict[str, Any]:
     program = os.fspath(Path(__file__).with_name("beside_ddp.py"))
-    place = {"RANK": "RANK", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"RANK": "RANK", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     meeting = {"PARWRAP_INIT_METHOD": f"file://{tmp_path / 'parwrap'}"}
-    ends = on_two_hosts(tmp_path, program, DEVICE, BACKEND, os.fspath(tmp_path / "by-hand"), way, **place, **meeting)
-    assert [0, 0] == [code for code, *_ in ends], ends
+    ends = on_hosts(ranks, tmp_path, program, DEVICE, BACKEND, os.fspath(tmp_path / "by-hand"), way, **place, **meeting)
+    assert {0} == {code for code, *_ in ends}, ends
     return json.loads(ends[0][1].splitlines()[-1])
 
 
@@ -71,12 +71,19 @@ def test_so_they_are_with_what_torch_has_for_gpus(way, tmp_path):
     assert found["difference"] == 0 < found["largest"] < float("inf")
 
 
+@pytest.mark.parametrize(("way", "ranks"), [("local_sgd", 2), ("parameter_server", 3)])
+def test_so_they_are_with_strategies_that_send_weights(way, ranks, tmp_path):
+    found = trained(way, tmp_path, ranks)
+
+    assert found["difference"] == 0 < found["largest"] < float("inf")
+
+
 def test_both_nodes_show_the_error_of_a_rank(tmp_path):
     (tmp_path / "train.py").write_text(FAILS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     nodes = ("--nnodes", "2", "--node-rank", "RANK", "--master-addr", "127.0.0.1", "--master-port", str(port))
-    ends = on_two_hosts(tmp_path, "-m", "parwrap.run", *nodes, "--nproc-per-node", "1", "--backend", BACKEND, "train.py")
+    ends = on_hosts(2, tmp_path, "-m", "parwrap.run", *nodes, "--nproc-per-node", "1", "--backend", BACKEND, "train.py")
 
     assert [1, 1] == [code for code, *_ in ends]
     assert all("rank 1 of 2 on node 1" in said and "ValueError: 3 is enough" in said for _, _, said in ends), ends

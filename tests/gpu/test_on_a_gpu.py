@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import parwrap
 from parwrap.errors import UsageError
@@ -71,6 +72,65 @@ def test_sparse_gradients_are_averaged():
         return words.weight.grad.to_dense().tolist()
 
     assert [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]] == train()
+
+
+def of_all_ranks(draw):
+    """What each rank draws, in one tensor."""
+    drawn = [torch.empty_like(draw) for _ in range(dist.get_world_size())]
+    dist.all_gather(drawn, draw)
+    return torch.stack(drawn).cpu()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the loader draws on the CPU's stream too")
+@pytest.mark.ranks(2, timeout=120, fresh=True)
+def test_ranks_draw_the_same_outside_training_passes_and_each_its_own_inside():
+    @parwrap.distributed
+    def train():
+        torch.manual_seed(5)
+        model = nn.Linear(4, 1).to(DEVICE)
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        before = torch.rand(8, device=DEVICE)
+        inside = []
+        for x in DataLoader(torch.ones(8, 4), batch_size=2):
+            inside.append(torch.rand(8, device=DEVICE))
+            model(x.to(DEVICE)).sum().backward()
+        after = torch.rand(8, device=DEVICE)
+        return [of_all_ranks(drawn) for drawn in (before, *inside, after)]
+
+    before, *inside, after = train()
+    shared = torch.Generator(DEVICE).manual_seed(5)
+    own = [torch.Generator(DEVICE).manual_seed(5 + rank) for rank in range(2)]
+
+    for drawn in (before, after):
+        assert torch.equal(drawn, torch.rand(8, generator=shared, device=DEVICE).cpu().expand(2, 8))
+    for drawn in inside:
+        assert torch.equal(drawn, torch.stack([torch.rand(8, generator=each, device=DEVICE).cpu() for each in own]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs are for GPUs")
+@pytest.mark.ranks(2, timeout=240, fresh=True)
+def test_a_replayed_cuda_graph_draws_other_dropout_in_each_step_and_on_each_rank():
+    @parwrap.distributed
+    def train():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).to(DEVICE)
+        nn.init.zeros_(model[0].weight), nn.init.ones_(model[0].bias)
+        compiled = torch.compile(model, mode="reduce-overhead")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        kept = []
+        for _ in range(2):
+            for x in DataLoader(torch.ones(32, 64), batch_size=2):
+                optimizer.zero_grad()
+                y = compiled(x.to(DEVICE))
+                y.sum().backward()
+                kept.append(y.detach().clone())
+                optimizer.step()
+            with torch.no_grad():
+                compiled(torch.ones(2, 64, device=DEVICE))
+        return torch.stack([of_all_ranks(y) for y in kept])
+
+    drawn = train().flatten(0, 1)  # of 8 batches a rank and epoch
+    assert 2 * 2 * 8 == len(drawn) == len({tuple(y.flatten().tolist()) for y in drawn})
+    assert {0.0, 2.0} == set(drawn.flatten().tolist())
 
 
 class Checkpointed(nn.Module):
