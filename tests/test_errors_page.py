@@ -35,6 +35,8 @@ LEFT_OUT = {
     "decorators/distributed.py: f'parwrap: {text}'": "passes on what is said elsewhere",
     "decorators/distributed.py: line": "the summary of a run, which docs/explain.rst explains",
     "doctor/__main__.py: f'parwrap.doctor: {error}'": "passes on an error",
+    """inline/launching.py: 'parwrap: ' + of_sharing(size, gpus, "backend='gloo'")""": "passes on the text of ranks/device.py",
+    "insight/runs.py: last[0].removeprefix(REFUSED)": "passes on an error of parwrap run",
     "insight/scaling.py: f'parwrap scaling: {error}'": "passes on an error",
     "insight/verify.py: f'parwrap verify: {error}'": "passes on an error",
     "launching/jobs.py: f'parwrap.run: {what}'": "passes on what is said elsewhere",

@@ -29,7 +29,8 @@ from parwrap.inline.notebook import ChildOutput, logging_handlers
 from parwrap.inline.rank_process import ENDING, MESSAGE, Job, Task, end_file, failure_file, run
 from parwrap.inline.returned import CallersObjects, warn_of_changes
 from parwrap.inline.spawning import Interpreter, loaded, pack
-from parwrap.ranks.device import cores, gpu_count
+from parwrap.places import warn
+from parwrap.ranks.device import BACKEND, cores, gpu_count, of_sharing
 from parwrap.ranks.platform import FORKS, WINDOWS
 from parwrap.ranks.processes import how_ended
 from parwrap.ranks.rendezvous import job_folder
@@ -54,7 +55,7 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
     """How many ranks to start on this machine.
 
     Raises:
-        LaunchError: the machine has fewer GPUs than ``nprocs`` needs.
+        LaunchError: the machine has fewer GPUs than ``nprocs`` or ``backend`` needs.
 
     >>> number_of_ranks(3, "gloo")
     3
@@ -63,10 +64,10 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
     if nprocs == "gpu" and not gpus:
         raise LaunchError("nprocs='gpu' starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks for the CPU.")
     count = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}[nprocs] if isinstance(nprocs, str) else nprocs or 1
-    if gpus and count > gpus and backend != "gloo":
+    if 0 < gpus < count and backend not in (None, "gloo"):
         raise LaunchError(
-            f"nprocs={nprocs!r} is more than the GPUs that torch can use here ({gpus}). Use at most {gpus}, or set backend='gloo' to let "
-            "ranks share GPUs."
+            f"nprocs={nprocs!r} is more than the GPUs that torch can use here ({gpus}), and backend={backend!r} needs one for each rank. "
+            f"Use at most {gpus}, or leave out backend= to let ranks share GPUs over gloo."
         )
     return count
 
@@ -100,14 +101,21 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
     if WINDOWS:
         raise UsageError(f"{who} watches ranks through pipes, and Windows cannot wait for those: start ranks with `python -m parwrap.run`.")
     method = start_method or ("fork" if FORKS and not _cuda_has_started() else "spawn")
+    share = backend is None and 0 < (gpus := gpu_count()) < size
+    if share:
+        warn("parwrap: " + of_sharing(size, gpus, "backend='gloo'"))
     with job_folder() as folder:
-        start = _forks(task, size, folder, who) if method == "fork" else _spawns(task, size, folder, backend, who)
+        variables = partial(_variables, size, folder, share)
+        if method == "fork":
+            start = _forks(task, folder, variables, who)
+        else:
+            start = _spawns(task, folder, variables, max(1, cores() // size), backend, who)
         with _started(start, size) as ranks:
             interrupted = _watch(ranks)
         return _outcome(ranks, interrupted, CallersObjects(task.objects), folder)
 
 
-def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
+def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]], who: str) -> Start:
     """Return a function that forks a rank from this process."""
     _refuse_fork(who)
     importlib.import_module(DYNAMO)  # each rank's first optimizer would import it, which takes a second
@@ -131,7 +139,7 @@ def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
             _flush(files)  # the end of a forked process does not flush files
 
     def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
-        job = Job(rank, partial(settled, rank), _variables(rank, size, folder), 1, outputs, folder, pipe, os.getpid())
+        job = Job(rank, partial(settled, rank), variables(rank), 1, outputs, folder, pipe, os.getpid())
         process = multiprocessing.get_context("fork").Process(target=run, args=(job,))
         process.start()
         return process
@@ -139,23 +147,24 @@ def _forks(task: Task, size: int, folder: Path, who: str) -> Start:
     return start
 
 
-def _spawns(task: Task, size: int, folder: Path, backend: str | None, who: str) -> Start:
+def _spawns(task: Task, folder: Path, variables: Callable[[int], dict[str, str]], threads: int, backend: str | None, who: str) -> Start:
     """Return a function that starts a rank as a new interpreter."""
     file = folder / "task"
     pack(replace(task, inherited=[]), file, who)
 
     def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
         own = {number: number for number in outputs}  # the interpreter begins with these descriptors
-        job = Job(rank, partial(loaded, file, backend), _variables(rank, size, folder), None, own, folder, pipe, os.getpid())
-        return Interpreter(job, outputs, threads=max(1, cores() // size))
+        job = Job(rank, partial(loaded, file, backend), variables(rank), None, own, folder, pipe, os.getpid())
+        return Interpreter(job, outputs, threads=threads)
 
     return start
 
 
-def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """The environment variables that tell a rank its number, the number of ranks, and the folder of the rendezvous."""
+def _variables(size: int, folder: Path, share: bool, rank: int) -> dict[str, str]:
+    """The environment variables that tell a rank its number, the number of ranks, the folder of the rendezvous, and to share GPUs."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
-    return {f"PARWRAP_{name}": str(value) for name, value in place.items()} | {INIT_METHOD: f"{ONE_NODE}://job/{folder.name}"}
+    variables = {f"PARWRAP_{name}": str(value) for name, value in place.items()} | {INIT_METHOD: f"{ONE_NODE}://job/{folder.name}"}
+    return variables | ({BACKEND: "gloo"} if share else {})
 
 
 def _refuse_fork(who: str) -> None:

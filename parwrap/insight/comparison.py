@@ -19,8 +19,9 @@ __all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
 TOLERANCE = 1e-5
 """The largest difference that counts as rounding, if the largest value of the tensor is 1 or less; otherwise in proportion to it."""
 
-NOISE = 1e-6
-"""A gradient below this fraction of the largest one is rounding. An optimizer that divides by its size turns it into a whole step."""
+NOISE, NOISE_OF_HALF = 1e-6, 2**-8
+"""A gradient below this fraction of the largest one is rounding, in half precision below the second. An optimizer that divides by its size
+turns it into a whole step."""
 
 
 @dataclass
@@ -81,13 +82,15 @@ class Comparison:
             no_numbers = f"; {self.no_numbers} values are nan or infinite in both" if self.no_numbers else ""
             return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}{no_numbers}"
         at = f"step {first.step}" + (f" ({first.place})" if first.place else "")
-        values = f"{first.what} is {_shown(first.one)} with {reference} and {_shown(first.several)} with parwrap"
+        digits = 6 if _shown(first.one, 6) != _shown(first.several, 6) else 9  # with 9 digits, unlike numbers of float32 differ
+        one, several = _shown(first.one, digits), _shown(first.several, digits)
+        values = f"{first.what} is {one} with {reference} and {several} with parwrap"
         reasons = (f"  {number}. {each}" for number, each in enumerate(first.reasons, 1))
         return "\n".join([f"differs from {reference} at {at} {where}: {values}", *reasons])
 
 
-def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
+def _shown(value: float | str, digits: int) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
 def compared_with_ddp(by_hand: Recorded, parwraps: Recorded, ranks: int, said: str, tolerance: float = 0.0) -> Comparison:
@@ -124,7 +127,8 @@ def compared(
     result = Comparison(ranks)
     seen: defaultdict[int, _Seen] = defaultdict(_Seen)
     for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
-        found = _first_difference(left, right, number, seen[left.number], result, number * tolerance)
+        noise = NOISE_OF_HALF if half else NOISE
+        found = _first_difference(left, right, number, seen[left.number], result, number * tolerance, noise)
         if found is not None:
             what, values, reasons = found
             if not reasons:
@@ -157,7 +161,7 @@ class _Seen:
 
 
 def _first_difference(
-    one: Step, several: Step, number: int, seen: _Seen, result: Comparison, tolerance: float
+    one: Step, several: Step, number: int, seen: _Seen, result: Comparison, tolerance: float, noise: float
 ) -> tuple[str, tuple[float | str, float | str], list[str]] | None:
     """What differs first in a step, the two values, and the reasons if only these are possible. Otherwise, note in ``result`` how equal
     it is, and in ``seen`` what the step shows."""
@@ -168,11 +172,11 @@ def _first_difference(
     if found and found[0] > tolerance:
         return f"{found[1]} before the first step", found[2:], [OTHER_START if number == 1 else OTHER_START_LATER]
     seen.noise += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(seen.noise) :]]
-    _note_noise(seen.noise, one, several)
+    _note_noise(seen.noise, one, several, noise)
     found = _largest(one, one.after, several.after, seen.noise)
     if found and found[0] > tolerance:
         return found[1], found[2:], []
-    if (grads := _other_gradient(one, several, seen, tolerance)) is not None:
+    if (grads := _other_gradient(one, several, seen, tolerance, noise)) is not None:
         return grads[0], grads[1:], []
     if found and found[0] >= result.largest:
         result.largest, result.name = found[0], found[1].partition("[")[0]
@@ -227,7 +231,7 @@ def _largest(
     return best
 
 
-def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float) -> tuple[str, float, float] | None:
+def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float, noise: float) -> tuple[str, float, float] | None:
     """The first gradient that differs by more than rounding, and both norms. At small learning rates, weights show it late.
 
     Rounding is 100 times the ``tolerance`` of the norm, and a tenth of it of the largest norm so far: late in training, gradients are small
@@ -236,19 +240,19 @@ def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float) -> 
     norms = [0.0 if grad is None else float(grad.double().norm()) for grad in one.grads]
     seen.largest = max(seen.largest, *(norm for norm in norms if math.isfinite(norm)), 0.0)
     for name, a, b, norm in zip(one.names, one.grads, several.grads, norms, strict=True):
-        if a is None or b is None or norm <= NOISE * max(norms) * len(a) ** 0.5 or not math.isfinite(norm):
+        if a is None or b is None or norm <= noise * max(norms) * len(a) ** 0.5 or not math.isfinite(norm):
             continue
         if float((a.double() - b.double()).norm()) > 100 * tolerance * norm + tolerance / 10 * seen.largest:
             return f"the norm of the gradient of {name}", norm, float(b.double().norm())
     return None
 
 
-def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step) -> None:
+def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step, noise: float) -> None:
     """Mark values in ``left_out`` whose gradients are only rounding errors in both runs and not 0 in both: Adam makes steps of them."""
     largest = max((float(each.abs().max()) for each in one.grads if each is not None and each.numel()), default=0.0)
     for out, a, b in zip(left_out, one.grads, several.grads, strict=True):
         if a is not None and b is not None and a.shape == b.shape == out.shape:
-            small = (a.abs() < NOISE * largest) & (b.abs() < NOISE * largest)
+            small = (a.abs() < noise * largest) & (b.abs() < noise * largest)
             out |= small & ((a != 0) | (b != 0))
 
 

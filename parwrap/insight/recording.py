@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import torch
 from torch import nn
+from torch.backends import cudnn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ from parwrap.places import script_place
 from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.collectives import barrier, gather, reduce_sum
+from parwrap.ranks.device import gpu_count
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
 
@@ -161,7 +163,8 @@ def recorded_in(folder: Path, failed: bool = False) -> Recorded:
 @contextmanager
 def recorded(settings: Settings) -> Iterator[None]:
     """Record the steps inside the block, and end it with :class:`Enough`. One process gets its seed and scratch here; ranks have them."""
-    interceptors: list[Interceptor] = [_Timer(settings) if settings.timed else _Recorder(settings)]
+    timer = _Timer(settings) if settings.timed else None
+    interceptors: list[Interceptor] = [timer or _Recorder(settings)]
     with ExitStack() as around:
         if settings.by_hand:
             interceptors.append(_ByHand())
@@ -170,9 +173,28 @@ def recorded(settings: Settings) -> Iterator[None]:
             seed_all(settings.seed)
             folder = around.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
             around.enter_context(files_in_scratch(Path(folder)))
+        around.enter_context(nullcontext() if settings.timed else _sums_in_one_order())
         around.enter_context(intercepting(interceptors, "__main__"))
         around.enter_context(installed([] if settings.dropout else _no_dropout()))
         yield
+        if timer is not None:
+            timer.end()
+
+
+@contextmanager
+def _sums_in_one_order() -> Iterator[None]:
+    """Inside the block, kernels of a GPU add numbers in the same order in each run; by default, some do not."""
+    if not gpu_count():
+        yield
+        return
+    before = cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        cudnn.deterministic = before[0]
+        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
 
 
 def stride(size: int) -> int:
@@ -298,7 +320,7 @@ class _Timer(Interceptor):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._steps = self._samples = self._batch = 0
-        self._begin = 0.0
+        self._begin = self._last = 0.0
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         return _Noted(original(loader), self._drawn, lambda: None)
@@ -312,16 +334,22 @@ class _Timer(Interceptor):
 
     def stepped(self, optimizer: Optimizer) -> None:
         self._steps += 1
+        self._last = time.perf_counter()
         if self._steps == WARM_UP:
             barrier()
             self._samples, self._begin = 0, time.perf_counter()
         elif self._steps >= WARM_UP + self._settings.steps:
-            seconds = max(gather(time.perf_counter() - self._begin))
+            self.end()
+            raise Enough(0)
+
+    def end(self) -> None:
+        """Write how long the steps after the warm-up took, if there were any."""
+        if self._steps > WARM_UP:
+            seconds = max(gather(self._last - self._begin))
             timed = {"seconds": seconds, "samples": reduce_sum(self._samples), "steps": self._steps - WARM_UP}
             if rank() == 0:
                 with passing():
                     Path(self._settings.folder, "timed.json").write_text(json.dumps(timed))
-            raise Enough(0)
 
 
 class _Noted:

@@ -27,6 +27,10 @@ NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir"
 """Options of ``parwrap run`` that the commands refuse, because they run the script several times on this machine."""
 
 
+REFUSED = "parwrap.run: "
+"""What an error of ``parwrap run`` begins with, that a command line is not possible."""
+
+
 class Asked(NamedTuple):
     """What a command line asks for.
 
@@ -98,13 +102,22 @@ class Run(NamedTuple):
 
 
 def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, script: Sequence[str], folder: Path) -> Run:
-    """Run ``script`` on ``ranks`` ranks with the ``options`` of ``parwrap run``, and record the run in the new ``folder``."""
+    """Run ``script`` on ``ranks`` ranks with the ``options`` of ``parwrap run``, and record the run in the new ``folder``.
+
+    Raises:
+        UsageError: ``parwrap run`` refuses the options.
+    """
     folder.mkdir()
     recorder = json.dumps(asdict(settings) | {"folder": str(folder)})
     on_ranks = ["--nproc-per-node", str(ranks), *(["--seed", str(settings.seed)] if ranks > 1 else [])]
     command = [sys.executable, "-m", "parwrap.run", *on_ranks, *options, "-m", "parwrap.insight.recording", recorder, *script]
-    environ = {**os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    in_one_order = {} if settings.timed else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # of cuBLAS' sums
+    environ = {"PYTHONHASHSEED": "0", **in_one_order, **os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1"}
     output = folder / "said"
     with output.open("wb") as said:
         run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
-    return Run(folder, run.returncode, output.read_text(errors="replace"))
+    shown = output.read_text(errors="replace")
+    last = shown.splitlines()[-1:]
+    if run.returncode == 2 and last and last[0].startswith(REFUSED):
+        raise UsageError(last[0].removeprefix(REFUSED))
+    return Run(folder, run.returncode, shown)

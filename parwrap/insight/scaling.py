@@ -15,6 +15,7 @@ from typing import Any
 from parwrap.errors import LaunchError, ParwrapError, UsageError, counted
 from parwrap.insight.recording import WARM_UP, Settings
 from parwrap.insight.runs import Asked, asked_for, run_in_scratch
+from parwrap.ranks.device import gpu_count
 
 __all__ = ["Point", "expected", "main", "serial_part"]
 
@@ -24,7 +25,7 @@ usage: parwrap scaling [options] train.py [its options]
   parwrap scaling --ranks 1,2,4 train.py
   parwrap scaling --ranks 1,8 --steps 200 --plot scaling.svg train.py
 
-Runs the script, unchanged, on each number of ranks, ends each run after some steps, and prints samples per second, the efficiency, and
+Runs the script, unchanged, on each number of ranks, ends each run after --steps, and prints samples per second, the efficiency, and
 the part of a step that more ranks do not make shorter. What the script writes and prints goes to scratch.
 
   --ranks N,N,...     numbers of ranks, in ascending order; 1,2
@@ -102,7 +103,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _measure(argv: Sequence[str]) -> None:
     asked = asked_for(argv, _add_options)
     given = asked.arguments
-    sizes = _sizes(given.ranks)
+    sizes, gpus = _sizes(given.ranks), gpu_count()
+    if 0 < gpus < sizes[-1] and not hasattr(given, "backend"):
+        raise UsageError(
+            f"--ranks {given.ranks} is more than the GPUs that torch can use here ({gpus}), and ranks that share a GPU are no faster than "
+            f"one: give at most {gpus}, or add --backend gloo to time them nevertheless."
+        )
     if given.steps < 1:
         raise UsageError(f"--steps {given.steps} is not a positive number of steps.")
     if given.plot and find_spec("matplotlib") is None:
@@ -133,8 +139,8 @@ def _point(ranks: int, asked: Asked) -> Point:
             raise LaunchError(f"the script fails on {counted(ranks, 'rank')}:\n{run.last()}")
         if not file.exists():
             raise UsageError(
-                f"{asked.script[0]} has ended before {WARM_UP + settings.steps} steps of an optimizer on {counted(ranks, 'rank')}, of "
-                f"which the first {WARM_UP} are not timed: choose fewer --steps, or let the script train longer."
+                f"{asked.script[0]} has ended after {WARM_UP} steps of an optimizer on {counted(ranks, 'rank')}, or sooner, and these warm "
+                "up and are not timed: let the script train longer."
             )
         timed: dict[str, Any] = json.loads(file.read_text())
     if not timed["samples"]:

@@ -25,6 +25,7 @@ from parwrap.launching.command_line import UnknownOptionError, parse_options, sp
 from parwrap.launching.job_launchers import launchers_with
 from parwrap.launching.training_options import Given, add_options, decorators, scope_options
 from parwrap.options import Options
+from parwrap.ranks.device import BACKEND, of_sharing
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
 from parwrap.ranks.platform import START_METHOD, START_METHODS, WINDOWS
 from parwrap.ranks.world import World, detect
@@ -141,11 +142,12 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     nodes = _node_counts(arguments)
     alone_by_default = not (arguments.nproc_per_node or outer)
     one_process = hasattr(arguments, "data_parallel")
-    of_node = gpus or (2 if hasattr(arguments, "explain") else 1)  # with one rank there is nothing to explain
+    of_node = max(gpus, 2 if hasattr(arguments, "explain") else 1)  # with one rank there is nothing to explain
     ranks = _ranks(arguments.nproc_per_node or str(1 if outer or one_process else of_node), gpus, cores)
     if one_process:
         _refuse_several(ranks, nodes, options)
-    if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
+    share = 0 < gpus < ranks and not arguments.plain and options.get("backend") != "gloo"
+    if share and ("backend" in options or arguments.master_addr or not _is_only_node(arguments, nodes)):
         raise LaunchError(
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
             "or add --backend gloo to let ranks share GPUs."
@@ -168,6 +170,9 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             "starts ranks: remove --plain, --max-restarts and the options for logs and rendezvous, or add --standalone for a separate "
             "run in each process."
         )
+    notice = of_sharing(ranks, gpus, "--backend gloo") if share else ""
+    if alone_by_default and in_this_process:
+        notice = _option_after_script(script)
     threads = max(1, cores // ranks)
     return LaunchPlan(
         argv=(*given, *command),
@@ -175,14 +180,14 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         ranks=ranks,
         nodes=nodes,
         threads=None if "OMP_NUM_THREADS" in environ else threads,
-        variables={name: value for name, value in _variables(arguments, threads).items() if name not in environ},
+        variables={name: value for name, value in _variables(arguments, threads, share).items() if name not in environ},
         torchrun=arguments,
         everyone=arguments.all_ranks,
         log_dir=None if _torchrun_logs(arguments) else arguments.log_dir,
         in_this_process=in_this_process,
         outer=outer,
         dry_run=arguments.dry_run,
-        notice=_option_after_script(script) if alone_by_default and in_this_process else "",
+        notice=notice,
     )
 
 
@@ -432,11 +437,16 @@ def _torchrun_logs(arguments: argparse.Namespace) -> bool:
     return (arguments.redirects, arguments.tee, arguments.local_ranks_filter) != ("0", "0", "")
 
 
-def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
-    """The variables that divide cores among ranks, fix the hash seed, and keep one node on its loopback. The user's own win."""
+def _variables(arguments: argparse.Namespace, threads: int, share: bool) -> dict[str, str]:
+    """The variables that divide cores among ranks, fix the hash seed, keep one node on its loopback, and let ranks share GPUs.
+
+    The user's own win.
+    """
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     if arguments.rdzv_backend == ONE_NODE:
         variables |= LOOPBACK
+    if share:
+        variables[BACKEND] = "gloo"
     return variables
 
 

@@ -11,12 +11,23 @@ import os
 import torch
 import torch.distributed as dist
 
-from parwrap.errors import LaunchError
+from parwrap.errors import LaunchError, counted
 from parwrap.places import warn
 from parwrap.ranks.world import World
 from parwrap.torch_private.cuda import driver_device_count
 
-__all__ = ["choose_backend", "choose_device", "cores", "gpu_count", "torch_backend", "uses_nccl", "visible_gpu"]
+__all__ = ["BACKEND", "choose_backend", "choose_device", "cores", "gpu_count", "of_sharing", "torch_backend", "uses_nccl", "visible_gpu"]
+
+BACKEND = "PARWRAP_BACKEND"
+"""The variable with the backend of ranks that name none themselves. A launcher on one node sets it to gloo where ranks share GPUs."""
+
+
+def of_sharing(ranks: int, gpus: int, option: str) -> str:
+    """What to say when ``ranks`` share ``gpus``, and the user has not given the ``option``."""
+    return (
+        f"{ranks} ranks share {counted(gpus, 'GPU')} over gloo, because nccl needs a GPU for each. This shows what {ranks} ranks "
+        f"train, but is no faster than {counted(gpus, 'rank')}. With {option} it is not said."
+    )
 
 
 def visible_gpu(local_rank: int, visible: list[str]) -> str:
@@ -57,8 +68,8 @@ def gpu_count() -> int:
 def choose_device(world: World, backend: str | None) -> torch.device:
     """Choose the device that this rank trains on. Hide all other GPUs, unless CUDA is initialized already.
 
-    If there are fewer GPUs than ranks, ranks share them. Ranks that torchrun starts do so only with the backend ``"gloo"``, because nccl
-    does not support this.
+    If there are fewer GPUs than ranks, ranks share them. Ranks that torchrun or ``parwrap.run`` starts do so only with the backend
+    ``"gloo"``, because nccl does not support this.
 
     Raises:
         LaunchError: there are more ranks than GPUs, and the ranks cannot share them.
@@ -68,7 +79,8 @@ def choose_device(world: World, backend: str | None) -> torch.device:
         return torch.device("cpu")
     visible = (names or [str(index) for index in range(gpus)])[:gpus]
     # torchrun's ranks see all GPUs of the node; other launchers may show each rank its own (srun --gpus-per-task), and it takes one of them
-    mine = world.local_rank if world.launcher == "torchrun" and backend != "gloo" else world.local_rank % len(visible)
+    alone = world.launcher == "torchrun" and (backend or os.environ.get(BACKEND)) != "gloo"
+    mine = world.local_rank if alone else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -89,12 +101,12 @@ def choose_device(world: World, backend: str | None) -> torch.device:
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:
-    """``backend`` if given, otherwise nccl for a GPU and gloo for the CPU.
+    """``backend`` if given, or as the launcher says, otherwise nccl for a GPU and gloo for the CPU.
 
     >>> choose_backend(None, torch.device("cpu"))
     'gloo'
     """
-    return backend or ("nccl" if device.type == "cuda" else "gloo")
+    return backend or os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
 
 
 def torch_backend(backend: str) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -251,9 +252,23 @@ def test_the_machine_must_have_as_many_gpus(monkeypatch):
         parwrap.launch(print, nprocs="gpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # stands for a machine that has them
     with pytest.raises(
-        LaunchError, match=r"^nprocs=3 is more than the GPUs that torch can use here \(2\)\. Use at most 2, or set backend="
+        LaunchError,
+        match=r"^nprocs=3 is more than the GPUs that torch can use here \(2\), and backend='nccl' needs one for each rank. "
+        r"Use at most 2, or leave out backend= to let ranks share GPUs over gloo\.$",
     ):
-        parwrap.launch(print, nprocs=3)
+        launching.number_of_ranks(3, "nccl")
+
+
+def test_ranks_share_gpus_over_gloo_where_there_are_too_few(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
+    monkeypatch.setattr(launching, "_cuda_has_started", lambda: False)
+    task = launching.Task(lambda: os.environ.get("PARWRAP_BACKEND"), [], dict)
+
+    with pytest.warns(UserWarning, match=r"^parwrap: 2 ranks share 1 GPU over gloo, .* With backend='gloo' it is not said\.$"):
+        assert "gloo" == launching.run_on_ranks(task, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launching.run_on_ranks(task, 2, backend="gloo") is None
 
 
 def test_ranks_are_spawned_with_cloudpickle_once_cuda_has_started(monkeypatch):

@@ -15,6 +15,8 @@ from parwrap.testing.rank_pools import rank_environ
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(parwrap.__file__).parents[1]
+MORE = torch.cuda.device_count() + 1
+"""Ranks, one more than this machine has GPUs."""
 
 TRAINING = """
 import parwrap, torch
@@ -73,11 +75,25 @@ def test_a_rank_on_each_gpu_is_a_word(tmp_path):
     assert (f"{torch.cuda.device_count()}\n", 0) == (ended.stdout, ended.returncode), ended.stderr
 
 
-def test_more_ranks_than_gpus_are_refused(tmp_path):
-    ended = run(tmp_path, "", "-m", "parwrap.run", "--nproc-per-node", "99")
+def test_more_ranks_than_gpus_share_them_and_say_so(tmp_path):
+    ended = run(tmp_path, TRAINING + "print(train(nn.Linear(1, 1)))", "-m", "parwrap.run", "--nproc-per-node", str(MORE))
+
+    assert f"{MORE} ranks share {MORE - 1} GPU" in ended.stderr
+    assert 0 == ended.returncode, ended.stderr
+
+
+def test_so_do_ranks_of_a_call(tmp_path):
+    ended = run(tmp_path, TRAINING + FROM_PYTHON.replace("STARTED", "").replace('nprocs=2, backend="gloo"', f"nprocs={MORE}"))
+
+    assert f"UserWarning: parwrap: {MORE} ranks share {MORE - 1} GPU" in ended.stderr
+    assert "cpu" == ended.stdout.split()[-1], ended.stderr
+
+
+def test_what_asks_for_nccl_needs_a_gpu_for_each_rank(tmp_path):
+    ended = run(tmp_path, "", "-m", "parwrap.run", "--nproc-per-node", str(MORE), "--backend", "nccl")
 
     assert 2 == ended.returncode
-    assert "--nproc-per-node 99 is more than the GPUs that torch can use on this node" in ended.stderr.replace("\n", " ")
+    assert f"--nproc-per-node {MORE} is more than the GPUs that torch can use on this node" in ended.stderr.replace("\n", " ")
 
 
 def test_another_device_number_is_explained(tmp_path):

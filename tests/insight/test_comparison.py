@@ -93,6 +93,20 @@ def test_values_whose_gradients_are_rounding_are_left_out():
     assert str(result).endswith("; 1 values whose gradients are only rounding errors are left out")
 
 
+def test_in_half_precision_more_gradients_are_rounding():
+    one, several = (step(torch.tensor([1.0, noise])) for noise in (3e-4, -2e-4))
+    one.after[0][1] += 0.1
+    several.after[0][1] -= 0.1
+
+    assert (True, False) == (found([one], [several], half=True).equal, found([one], [several]).equal)
+
+
+def test_values_that_differ_in_the_last_digits_are_shown_with_them():
+    result = found([step()], [step(before=START * (1 + 1e-7))], tolerance=0.0)
+
+    assert "fc.weight[1] before the first step is -2 with one process and -2.00000024 with parwrap" in str(result)
+
+
 def test_a_value_without_any_gradient_is_compared():
     one, several = (step(torch.tensor([1.0, 0.0])) for _ in range(2))
     several.after[0][1] += 1

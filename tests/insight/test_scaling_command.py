@@ -37,6 +37,28 @@ def test_a_script_is_timed_on_each_number_of_ranks_and_drawn(tmp_path):
     assert ["speed.svg", "train.py"] == sorted(path.name for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_script_that_ends_before_is_timed_to_its_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("range(20)", "range(4)"))
+
+    assert 0 == main(["--steps", "1000", "--json", "train.py"])
+    one, two = json.loads(capsys.readouterr().out)
+    assert [8, 16] == [round(each["samples_per_second"] * each["step"]) for each in (one, two)]
+
+
+def test_ranks_that_would_share_a_gpu_are_not_timed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parwrap.insight.scaling.gpu_count", lambda: 1)
+
+    assert 2 == main(["--ranks", "1,2", "train.py"])
+    assert capsys.readouterr().err == (
+        "parwrap scaling: --ranks 1,2 is more than the GPUs that torch can use here (1), and ranks that share a GPU are no faster than "
+        "one: give at most 1, or add --backend gloo to time them nevertheless.\n"
+    )
+
+
 def test_the_table_says_what_twice_as_many_ranks_would_give():
     told = _told([Point(1, 1000.0, 0.008), Point(2, 1600.0, 0.01, 0.8, 0.25)])
     nonsense = _told([Point(1, 1000.0, 0.008), Point(2, 9000.0, 0.002, 4.5, -0.8)])
@@ -66,8 +88,8 @@ def test_what_cannot_be_measured_is_refused(options, expected, tmp_path, monkeyp
     ("script", "expected"),
     [
         (
-            SCRIPT.replace("range(20)", "range(1)"),
-            "train.py has ended before 15 steps of an optimizer on 1 rank, of which the first 5 are not timed: choose fewer --steps, or",
+            SCRIPT.replace("range(20)", "range(1)").replace("48", "40"),
+            "train.py has ended after 5 steps of an optimizer on 1 rank, or sooner, and these warm up and are not timed: let the script",
         ),
         (SCRIPT.replace("DataLoader(TensorDataset(torch.rand(48, 4)), batch_size=8)", "[(torch.rand(8, 4),)] * 6"), "reads no DataLoader"),
         ("raise ValueError('no data')", "the script fails on 1 rank:\n"),

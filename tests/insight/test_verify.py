@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from parwrap.insight.recording import Settings, recorded
 
 SCRIPT = """
 import pathlib, sys, torch
@@ -51,6 +52,21 @@ def test_a_script_that_holds_the_contract_is_equal_and_its_files_are_untouched(t
 
     assert (0, 14, None, True) == (run.returncode, found["steps"], found["difference"], found["largest"] < 1e-5)
     assert (["log.txt", "train.py"], "before\n") == (sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "log.txt").read_text())
+
+
+def test_options_that_parwrap_run_refuses_are_no_difference(tmp_path):
+    run = verify(SCRIPT, tmp_path, "--mixed", "bf16")
+
+    assert (2, "parwrap verify: ") == (run.returncode, run.stderr[:16]), run.stdout
+
+
+def test_kernels_of_a_gpu_add_in_one_order_while_steps_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
+    with recorded(Settings(str(tmp_path))):
+        inside = torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled()
+
+    assert (True, True) == inside
+    assert (False, False) == (torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
 
 
 @pytest.mark.slow

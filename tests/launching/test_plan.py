@@ -98,11 +98,26 @@ def test_each_option_of_parwrap_is_among_these_command_lines():
         (["--data-parallel", "all"], {}, 4, 1),
         (["--explain"], {}, 0, 2),
         (["--explain"], {}, 4, 4),
+        (["--explain"], {}, 1, 2),
         (["--explain", "--nproc-per-node", "1"], {}, 0, 1),
     ],
 )
 def test_how_many_ranks(argv, environ, gpus, ranks):
     assert plan(*argv, "train.py", gpus=gpus, **environ).ranks == ranks
+
+
+def test_ranks_share_gpus_over_gloo_where_there_are_too_few():
+    shared = plan("--nproc-per-node", "3", "train.py", gpus=2)
+    asked = plan("--nproc-per-node", "3", "--backend", "gloo", "train.py", gpus=2)
+    enough = plan("--nproc-per-node", "2", "train.py", gpus=2)
+
+    assert "gloo" == shared.variables["PARWRAP_BACKEND"]
+    assert shared.notice == (
+        "3 ranks share 2 GPUs over gloo, because nccl needs a GPU for each. This shows what 3 ranks train, but is no faster than 2 ranks. "
+        "With --backend gloo it is not said."
+    )
+    assert ("", "") == (asked.notice, enough.notice)
+    assert "PARWRAP_BACKEND" not in {**asked.variables, **enough.variables}
 
 
 def test_ranks_share_out_the_cores():

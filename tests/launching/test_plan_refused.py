@@ -125,7 +125,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
             "--nproc-per-node gpu starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on the CPU.",
         ),
         (
-            ["--nproc-per-node", "3", "train.py"],
+            ["--nproc-per-node", "3", "--nnodes", "2", "--rdzv-endpoint", "first:29400", "train.py"],  # nodes may have unlike GPUs
             2,
             "--nproc-per-node 3 is more than the GPUs that torch can use on this node (2). "
             "Start at most 2 ranks there, or add --backend gloo to let ranks share GPUs.",

@@ -160,6 +160,15 @@ def test_ranks_on_gloo_share_gpus_and_each_sees_one(driver, local_rank, gpu, not
     assert (torch.device("cuda", 0), gpu) == (device, driver.used_by(device))
 
 
+def test_so_they_do_where_their_launcher_says_gloo(driver, monkeypatch, nothing_is_warned_of):
+    monkeypatch.setenv("PARWRAP_BACKEND", "gloo")
+
+    device = choose_device(rank(4, size=8), None)
+
+    assert (torch.device("cuda", 0), "0") == (device, driver.used_by(device))
+    assert ("gloo", "nccl") == (choose_backend(None, device), choose_backend("nccl", device))
+
+
 def test_only_gpus_that_are_there_are_counted(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,8,9")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # torch's, which stops at the first that is not there
