@@ -44,7 +44,7 @@ from parwrap.ranks.device import gpu_count
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
 
-__all__ = ["WARM_UP", "Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in", "stride"]
+__all__ = ["PRECISELY", "WARM_UP", "Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in", "stride"]
 
 MOST_VALUES = 65_536
 """The most values of a tensor that are kept. Of a larger tensor, every k-th value is kept."""
@@ -52,6 +52,9 @@ MOST_VALUES = 65_536
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BATCH_NORMS = "batch_norms"
 """The file whose presence says that a run has had a batch norm in train mode."""
+
+PRECISELY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
+"""Variables with which a GPU multiplies float32 as such, and cuBLAS adds in the same order each time."""
 
 WARM_UP = 5
 """The number of steps before the time starts."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parwrap.errors import UsageError
-from parwrap.insight.recording import Settings
+from parwrap.insight.recording import PRECISELY, Settings
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.plan import command_parser, look_for, unknown_option
 from parwrap.ranks.world import IN_SCRATCH
@@ -27,6 +27,7 @@ NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir"
 """Options of ``parwrap run`` that the commands refuse, because they run the script several times on this machine."""
 
 
+TRACEBACK, MOST_LINES = "Traceback (most recent call last):", 30
 REFUSED = "parwrap.run: "
 """What an error of ``parwrap run`` begins with, that a command line is not possible."""
 
@@ -97,8 +98,9 @@ class Run(NamedTuple):
         return self.status != 0
 
     def last(self) -> str:
-        """The exit code and the last lines of what it has printed, indented."""
-        return "\n".join(f"  {line}" for line in [*self.said.splitlines()[-12:], f"exit code {self.status}"])
+        """The exit code and the last lines of what it has printed, at most those of its last traceback, indented."""
+        last = self.said[max(self.said.rfind(TRACEBACK), 0) :].splitlines()[-MOST_LINES:]
+        return "\n".join(f"  {line}" for line in [*last, f"exit code {self.status}"])
 
 
 def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, script: Sequence[str], folder: Path) -> Run:
@@ -111,8 +113,8 @@ def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, scrip
     recorder = json.dumps(asdict(settings) | {"folder": str(folder)})
     on_ranks = ["--nproc-per-node", str(ranks), *(["--seed", str(settings.seed)] if ranks > 1 else [])]
     command = [sys.executable, "-m", "parwrap.run", *on_ranks, *options, "-m", "parwrap.insight.recording", recorder, *script]
-    in_one_order = {} if settings.timed else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # of cuBLAS' sums
-    environ = {"PYTHONHASHSEED": "0", **in_one_order, **os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1"}
+    precisely = {} if settings.timed else PRECISELY
+    environ = {"PYTHONHASHSEED": "0", **precisely, **os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1"}
     output = folder / "said"
     with output.open("wb") as said:
         run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)

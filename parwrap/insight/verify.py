@@ -22,7 +22,7 @@ from parwrap.errors import ParwrapError, UsageError, counted
 from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
 from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared_with_ddp
-from parwrap.insight.recording import Enough, Recorded, Settings, recorded, recorded_in
+from parwrap.insight.recording import PRECISELY, Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, asked_for, run_in_scratch
 from parwrap.ranks.environment import environment
 from parwrap.ranks.rendezvous import job_folder
@@ -107,14 +107,15 @@ def verify(
     options = {name: value for name, value in given.items() if name not in ("nprocs", "start_method")}
     others = [each for each in decorators if not isinstance(each, distributed)]
     said: list[str] = []
-    with environment({IN_SCRATCH: "1"}), job_folder() as folder:
+    with environment({IN_SCRATCH: "1", **PRECISELY}), job_folder() as folder:
 
         def run(name: str, size: int, scopes: Sequence[ScopeDecorator]) -> Recorded:
             (folder / name).mkdir()
             call = scoped(plain, [*scopes, *others, _Recording(Settings(str(folder / name), steps, seed, dropout))])
             failed = False
             try:
-                run_on_ranks(Task(functools.partial(_until_enough, call, args, kwargs), [], dict), size, who="parwrap.verify")
+                task = Task(functools.partial(_until_enough, call, args, kwargs), [], dict)
+                run_on_ranks(task, size, options.get("backend"), who="parwrap.verify")
             except Exception as error:
                 if size == 1:
                     raise
