@@ -139,7 +139,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
             rounds = [each for bucket in buckets for each in _rounds(samples[bucket.start : bucket.end], bucket, ranks)]
             return [samples[i::ranks].tolist() for samples in rounds for i in range(min(ranks, len(samples)))]
         buckets = self._moved(buckets, padded, ranks, random)
-        shuffled = [_shuffled(samples, padded, bucket, ranks, random) for bucket in buckets]
+        shuffled = [_shuffled(samples, bucket, ranks, random) for bucket in buckets]
         rounds = [each for bucket in shuffled for each in bucket]
         order = random.permutation(len(rounds))
         whole = [rounds[i] for i in order if len(rounds[i]) >= ranks]
@@ -263,7 +263,7 @@ def _rounds(samples: np.ndarray, bucket: _Bucket, ranks: int) -> list[np.ndarray
     return np.split(samples, np.cumsum(sizes)[:-1])
 
 
-def _shuffled(samples: np.ndarray, padded: np.ndarray, bucket: _Bucket, ranks: int, random: np.random.Generator) -> list[np.ndarray]:
+def _shuffled(samples: np.ndarray, bucket: _Bucket, ranks: int, random: np.random.Generator) -> list[np.ndarray]:
     """The rounds of a bucket, drawn at random, each with its longest sample first."""
     places = bucket.start + random.permutation(bucket.end - bucket.start)
     return [samples[np.sort(each)] for each in _rounds(places, bucket, ranks)]

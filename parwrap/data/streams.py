@@ -105,12 +105,10 @@ class Part(NamedTuple):
 
     Attributes:
         weight: its weight in an average over ranks.
-        samples: its number of samples.
         batch: the collated samples.
     """
 
     weight: float
-    samples: int
     batch: Any
 
 
@@ -124,7 +122,7 @@ class CollatePart(NamedTuple):
     def __call__(self, samples: list[Any]) -> Part:
         mine = block(len(samples), self.rank, self.size)
         part = samples[mine.start : mine.stop]
-        return Part(len(part) * self.size / len(samples), len(part), self.collate(part or samples[:1]))
+        return Part(len(part) * self.size / len(samples), self.collate(part or samples[:1]))
 
 
 def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -> dict[str, Any]:
@@ -218,7 +216,7 @@ class EndsTogether:
         self._last = batch
         if self._uneven != "join":
             return batch
-        return Part(samples * len(counts) / sum(counts), samples_in(batch), batch)
+        return Part(samples * len(counts) / sum(counts), batch)
 
     def _again(self) -> Any:
         """The next batch after the end of this rank's part, which begins again."""

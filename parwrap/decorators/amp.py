@@ -18,7 +18,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.precision.autocasting import Autocasting
-from parwrap.precision.choice import LEVELS, Precision, check, choose, missing_named
+from parwrap.precision.choice import LEVELS, check, choose, missing_named
 from parwrap.precision.halving import HalfForGood, HalfInCalls
 from parwrap.precision.loss_scale import AmpState
 from parwrap.precision.scaling import Scaling
@@ -101,7 +101,8 @@ class amp(ScopeDecorator):
         if _open and self._asked == ("auto", None, None):
             yield
             return
-        precision, optimizers = self._precision(), reachable(Optimizer, call)
+        dtype, level, device = self._asked
+        precision, optimizers = choose(dtype, level, device or _device()), reachable(Optimizer, call)
         module = module_of(call.function)
         with ExitStack() as opened:
             opened.enter_context(missing_named(precision.device, precision.dtype))
@@ -120,10 +121,6 @@ class amp(ScopeDecorator):
                 interceptors.append(casting)
             opened.enter_context(intercepting(interceptors, module))
             yield
-
-    def _precision(self) -> Precision:
-        dtype, level, device = self._asked
-        return choose(dtype, level, device or _device())
 
     def _scalings(self, state: AmpState, optimizers: list[Optimizer]) -> list[Scaling]:
         """The interceptor of the loss scale, if any. It is the same in every call, so the scale persists."""

@@ -159,16 +159,11 @@ class distributed(ScopeDecorator):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._given, self._options = options, Options(**options)
+        self.given, self._options = options, Options(**options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(Options))
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options as they were given."""
-        return self._given
 
     def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
         nprocs = self._options.nprocs
@@ -192,7 +187,7 @@ class distributed(ScopeDecorator):
                 "function, or call parwrap.launch(train, nprocs=...)."
             )
         if _scope is not None:
-            return _scope.joined(self._given)
+            return _scope.joined(self.given)
         return _opened(self._options, call)
 
 
@@ -469,7 +464,7 @@ class _Scope(Interceptor):
         self._undo.callback(setattr, group, "control_message", group.control_message)
         group.control_message = same_step.control
         divisors = Divisors(group, passes, lambda: self._options)
-        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
+        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
         if group.world.rank == 0:
@@ -486,7 +481,7 @@ class _Scope(Interceptor):
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
-        return [_Seeds(streams), optimizers, modules, losses, *shared, divisors, self.strategy, self]
+        return [streams, optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -527,22 +522,6 @@ class _Scope(Interceptor):
         if what == "init_process_group":
             self._leave_group()
         _stand_aside(what, 0 if self._group is None else self._group.world.rank)
-
-
-class _Seeds(Interceptor):
-    """Seeds both sets of random streams when the script seeds. Generators of numpy that get no seed are seeded from the shared stream."""
-
-    def __init__(self, streams: RandomStreams) -> None:
-        self._streams = streams
-
-    def seeded(self, library: str) -> None:
-        self._streams.script_seeded(library)
-
-    def restored(self) -> None:
-        self._streams.script_restored()
-
-    def fresh_seed(self) -> int:
-        return self._streams.fresh_seed()
 
 
 class HiddenGroup(Interceptor):

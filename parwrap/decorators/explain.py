@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -57,38 +57,34 @@ class explain(ScopeDecorator):
             raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
         self._report = report
 
-    def scope(self, call: Call) -> AbstractContextManager[Any]:
-        return _explained(self._report, module_of(call.function))
-
-
-@contextmanager
-def _explained(file: str | None, module: str | None) -> Iterator[None]:
-    loop = open_loop()
-    if loop is None:
-        yield
-        if rank() == 0 and world_size() == 1:
-            print(
-                "parwrap: one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start "
-                "several, as with --nproc-per-node 2",
-                file=sys.stderr,
-            )
-        return
-    watcher = _Watcher(loop)
-    patches = [
-        Patch(torch, "save", watcher.save),
-        Patch(builtins, "open", watcher.open),
-        Patch(builtins, "print", watcher.print),
-    ]
-    try:
-        with intercepting([watcher], module), installed(patches, module), parwraps_warnings() as watcher.warnings:
+    @contextmanager
+    def scope(self, call: Call) -> Iterator[None]:
+        loop = open_loop()
+        if loop is None:
             yield
-    finally:
-        if rank() == 0:
-            rows = watcher.rows()
-            _show(rows, watcher.warnings)
-            if file is not None:
-                with open(file, "w") as target:
-                    json.dump({"rows": rows, "warnings": watcher.warnings}, target, indent=1)
+            if rank() == 0 and world_size() == 1:
+                print(
+                    "parwrap: one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start "
+                    "several, as with --nproc-per-node 2",
+                    file=sys.stderr,
+                )
+            return
+        watcher, module = _Watcher(loop), module_of(call.function)
+        patches = [
+            Patch(torch, "save", watcher.save),
+            Patch(builtins, "open", watcher.open),
+            Patch(builtins, "print", watcher.print),
+        ]
+        try:
+            with intercepting([watcher], module), installed(patches, module), parwraps_warnings() as watcher.warnings:
+                yield
+        finally:
+            if rank() == 0:
+                rows = watcher.rows()
+                _show(rows, watcher.warnings)
+                if self._report is not None:
+                    with open(self._report, "w") as target:
+                        json.dump({"rows": rows, "warnings": watcher.warnings}, target, indent=1)
 
 
 HEAD = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}

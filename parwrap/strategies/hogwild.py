@@ -63,16 +63,16 @@ class Hogwild(Strategy):
         """Run ``call``, whose gradients stay on this rank; before that, move weights that are not shared yet into shared memory."""
         if is_alone():
             raise refuse_alone()
-        optimizers = self._loop.optimizers
+        optimizers = self.loop.optimizers
         optimizers.check_backward()
         self._train_on()
         if not self._weights.put_back() or self._generation != optimizers.generation:
             self._share()
         call.run()
-        self._loop.passes.ran_backward()
+        self.loop.passes.ran_backward()
 
     def _share(self) -> None:
-        loop = self._loop
+        loop = self.loop
         owned = {id(p): p for optimizer in loop.optimizers.all() for p in parameters_of(optimizer)}
         if not owned:
             raise UsageError(
@@ -98,7 +98,7 @@ class Hogwild(Strategy):
     def stepped(self, optimizer: Optimizer) -> None:
         """Move parameters back into shared memory, because some steps replace their tensors; then release the lock."""
         self._weights.put_back()
-        self._loop.same_step.passed(script_place())
+        self.loop.same_step.passed(script_place())
         if self._lock and len(stepping()) == 1:
             self._lock.release()
 
@@ -123,7 +123,7 @@ class Hogwild(Strategy):
     def set_mode(self, module: nn.Module, training: bool) -> None:
         if not training and not is_alone():
             self._buffers.put_in_eval(module)
-            if self._loop.optimizers.evaluate():
+            if self.loop.optimizers.evaluate():
                 self._evaluate()
 
     def _evaluate(self) -> None:
@@ -141,10 +141,10 @@ class Hogwild(Strategy):
     def _meet(self, kind: str) -> None:
         self._weights.put_back()
         with self._others_step():
-            agree(self._loop.group, kind, 0, lambda: None, lambda details: None)
+            agree(self.loop.group, kind, 0, lambda: None, lambda details: None)
 
     def metric(self, metric: Any) -> Any:
-        return rank_zeros(self._loop.group, metric)
+        return rank_zeros(self.loop.group, metric)
 
     def end(self) -> None:
         self._meet("the end of training")

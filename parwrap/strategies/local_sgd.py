@@ -94,7 +94,7 @@ class LocalSGD(DDP):
             super()._run(call)
             return
         self._check_backward()
-        loop = self._loop
+        loop = self.loop
         if self._stepped:
             self._batches.clear()
             self._stepped = False
@@ -111,7 +111,7 @@ class LocalSGD(DDP):
 
         A step does not count if one rank runs alone, if its optimizer belongs to a batch, or if it is a part of another step (Lookahead).
         """
-        if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
+        if is_alone() or self.loop.optimizers.is_of_batch(optimizer):
             return False
         ids = {id(p) for p in parameters_of(optimizer)} if len(around := stepping()[1:]) else set()
         return not any(id(p) in ids for each in around for p in parameters_of(each))
@@ -132,9 +132,9 @@ class LocalSGD(DDP):
         if current.known != len(parameters):
             current.known = len(parameters)
             kinds = [(tuple(p.shape), str(p.dtype)) for p in parameters]
-            agree(self._loop.group, "the first step of an optimizer", crc32(repr(kinds).encode()), lambda: kinds, _different_weights)
-            made_equal(self._loop.group, parameters, at="step")
-        current.begin(optimizer, outer=self._loop.options().outer is not None)
+            agree(self.loop.group, "the first step of an optimizer", crc32(repr(kinds).encode()), lambda: kinds, _different_weights)
+            made_equal(self.loop.group, parameters, at="step")
+        current.begin(optimizer, outer=self.loop.options().outer is not None)
 
     def stepped(self, optimizer: Optimizer) -> None:
         if not self._counts(optimizer):
@@ -163,15 +163,15 @@ class LocalSGD(DDP):
         current.weight += fmean(self._batches) if self._batches else 1.0
         self._counted += 1
         self._stepped = True
-        self._loop.same_step.passed(script_place())
-        if current.steps >= self._loop.options().every:
+        self.loop.same_step.passed(script_place())
+        if current.steps >= self.loop.options().every:
             self._average([(optimizer, current)])
 
     def _warm(self, optimizer: Optimizer) -> None:
         """Count a step of the warmup. Optimizers with the same first parameter, such as one built anew, share their count."""
         first = next(parameters_of(optimizer))
         self._taken[first] = self._taken.get(first, 0) + 1
-        if self._taken[first] >= self._loop.options().warmup:
+        if self._taken[first] >= self.loop.options().warmup:
             self._warming, self._weights.owned_only = False, True
             self._sites.close()
 
@@ -183,7 +183,7 @@ class LocalSGD(DDP):
         """Average the weights of ``rounds``, weighting each rank by the samples of its steps, and end these rounds."""
         if not rounds:
             return
-        group, passes, options = self._loop.group, self._loop.passes, self._loop.options()
+        group, passes, options = self.loop.group, self.loop.passes, self.loop.options()
         changed = [(p, each) for optimizer, each in rounds for p in parameters_of(optimizer) if p.requires_grad or p in each.trained]
         about = [(tuple(p.shape), str(p.dtype)) for p, _ in changed], passes.data_to_send() or NO_DATA
         place = passes.training.place if passes.training else script_place()
@@ -223,13 +223,13 @@ class LocalSGD(DDP):
             super().begins_pass(trains)
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and not is_alone() and self._loop.optimizers.evaluate():
+        if not training and not is_alone() and self.loop.optimizers.evaluate():
             self._average(self._open)
         super().set_mode(module, training)
 
     def end(self) -> None:
         self._average(self._open)
-        if self._loop.passes.backwards and not self._loop.optimizers.steps:
+        if self.loop.passes.backwards and not self.loop.optimizers.steps:
             warn(
                 "parwrap: no optimizer of torch.optim has stepped, but strategy='local_sgd' averages only the parameters of optimizers "
                 "that step, so it has averaged no weights. To average gradients in every backward, use strategy='ddp'."

@@ -78,12 +78,12 @@ class Zero1(DDP):
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps all parameters on this rank, as in one process."""
-        return is_alone() or self._loop.optimizers.is_of_batch(optimizer)
+        return is_alone() or self.loop.optimizers.is_of_batch(optimizer)
 
     def _shards_of(self, optimizer: Optimizer) -> _Shards:
         if optimizer not in self._shards:
             refuse_one_vector(optimizer, "zero1")
-            self._shards[optimizer] = _Shards(optimizer, self._loop.group)
+            self._shards[optimizer] = _Shards(optimizer, self.loop.group)
             self._sharded.append(weakref.ref(optimizer))
         self._shards[optimizer].deal()
         return self._shards[optimizer]
@@ -168,7 +168,7 @@ class Zero1(DDP):
 
     def make_whole(self) -> None:
         """Give every rank the whole states of those optimizers that all ranks still hold."""
-        group, optimizers = self._loop.group, [each() for each in self._sharded]
+        group, optimizers = self.loop.group, [each() for each in self._sharded]
         held = torch.tensor([each is not None for each in optimizers], dtype=torch.int64)
         with group.control_message("optimizers that are still used"):
             dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
