@@ -8,7 +8,6 @@ rank together read all of it. If it divides itself by ranks, it would be divided
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from parwrap.errors import UsageError
 from parwrap.options import Options
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.environment import without
 from parwrap.ranks.group import Group, reading_stream
 
 __all__ = ["CollatePart", "EndsTogether", "Part", "part_of_stream", "was_split"]
@@ -53,12 +53,8 @@ class _OfOneProcess(IterableDataset):
 @contextmanager
 def _without_ranks() -> Iterator[None]:
     """Inside the block, environment and process group are those of a single process; asking parwrap for the rank is an error."""
-    kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    try:
-        with reading_stream():
-            yield
-    finally:
-        os.environ.update(kept)
+    with without(("RANK", "WORLD_SIZE")), reading_stream():
+        yield
 
 
 class Dealt(_OfOneProcess):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from importlib import import_module
@@ -53,6 +53,7 @@ from parwrap.rank_zero.output import Output, output_of
 from parwrap.rank_zero.scratch import CheckWait
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.environment import without
 from parwrap.ranks.group import Group
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
@@ -384,7 +385,7 @@ class _Scope(Interceptor):
         hidden, log, heard, quiet = script or _Script()
         module = "__main__" if script else module_of(call.function)
         with self._undo:
-            self._undo.enter_context(_without_variables(hidden))
+            self._undo.enter_context(without(hidden))
             interceptors = self._begin(call)
             if self._whole is not None:
                 output = self._undo.enter_context(output_of(self._whole.world.rank, log, heard))
@@ -578,16 +579,6 @@ def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wa
             yield
         finally:
             group.after_barrier = before
-
-
-@contextmanager
-def _without_variables(names: Iterable[str]) -> Iterator[None]:
-    """``os.environ`` without the variables ``names``."""
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)
 
 
 def _stand_aside(what: str, rank: int = 0) -> None:
