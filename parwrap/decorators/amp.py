@@ -71,7 +71,6 @@ class amp(ScopeDecorator):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        super().__init__()
         if level is None and dtype in LEVELS:
             dtype, level = "auto", str(dtype)
         check(dtype, level)

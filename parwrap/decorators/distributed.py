@@ -159,7 +159,6 @@ class distributed(ScopeDecorator):
     )
 
     def __init__(self, **options: Any) -> None:
-        super().__init__()
         self.given, self._options = options, Options(**options)
 
     @classmethod

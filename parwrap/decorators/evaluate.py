@@ -90,7 +90,6 @@ class evaluate(ScopeDecorator):
     """
 
     def __init__(self, *, reduce: Any = None, check: bool = True) -> None:
-        super().__init__()
         _check(reduce)
         self._reduce, self._checks = reduce, check
 

@@ -52,7 +52,6 @@ class explain(ScopeDecorator):
     """The scope opens inside all other scopes, so that it sees what they do."""
 
     def __init__(self, *, report: str | None = None) -> None:
-        super().__init__()
         if report is not None and not os.path.isdir(os.path.dirname(report) or "."):
             raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
         self._report = report

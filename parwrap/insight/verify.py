@@ -144,7 +144,6 @@ class _Recording(ScopeDecorator):
     layer = 1000
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__()
         self._settings = settings
 
     def scope(self, call: Call) -> AbstractContextManager[None]:
