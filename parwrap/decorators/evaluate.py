@@ -26,10 +26,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from parwrap.data.evaluation_shares import Evaluation, check
-from parwrap.data.merging import REDUCTIONS, Part, Passed, compared, merged
+from parwrap.data.merging import REDUCTIONS, Part, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
-from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line
+from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line, shortened
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.random_streams import get_states, set_states
@@ -339,10 +339,7 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
         if not evaluation.within and not evaluation.readings:
             warn(NOTHING_READ.format(call.name))
         return merged(call.reduce, [Part(result, [])]), [result]
-    parts = [
-        Part(each[0], [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
-        for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
-    ]
+    parts = [Part(each[0], passes) for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)]
     return merged(call.reduce, parts), [part.result for part in parts]
 
 
@@ -406,7 +403,8 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
 def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Any]) -> str:
     """What differs, and the ``reduce`` that fits, if there is one."""
     where = f"; {differing[0][0]}" if differing[0][0] else ""
-    text = f"merged by reduce={call.reduce!r}{where} is {_short(differing[0][1])}, but {_short(differing[0][2])} for all of the data."
+    shared, of_all = (shortened(" ".join(repr(each).split()), 60) for each in differing[0][1:])
+    text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
     if call.reduce == "mean":
         try:
             total = merged("sum", [Part(part, []) for part in parts])
@@ -581,8 +579,3 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
         if content != before.get(place) and not is_cache:
             return place
     return next((place for place in before if place not in after), None)
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) < 60 else text[:57] + "..."
