@@ -20,7 +20,7 @@ from parwrap.data.loaders import marked_like
 from parwrap.data.samplers import DealtBatches, copied_with, is_plain, shuffles
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.loop.random_streams import get_states, set_states
+from parwrap.loop.random_streams import states_kept
 from parwrap.torch_private.dataloader import ITERATOR, kept_iterator
 
 __all__ = ["Lengths", "UniformLength", "UniformLengthBatchSampler", "read_lengths"]
@@ -342,11 +342,8 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     if isinstance(length, (Sequence, torch.Tensor, np.ndarray)) and not isinstance(length, str):
         lengths: np.ndarray | None = _given_lengths(length, len(dataset))
     else:
-        before = get_states()
-        try:
+        with states_kept():
             lengths = _read(dataset, length, pad_value)
-        finally:
-            set_states(before)
     return None if lengths is None or not len(lengths) or lengths.min() == lengths.max() else lengths
 
 

@@ -5,7 +5,6 @@ Opens autocast and makes the interceptors of ``precision/``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -22,7 +21,7 @@ from parwrap.precision.choice import LEVELS, check, choose, missing_named
 from parwrap.precision.halving import HalfForGood, HalfInCalls
 from parwrap.precision.loss_scale import AmpState
 from parwrap.precision.scaling import Scaling
-from parwrap.ranks.group import current, is_rank_zero
+from parwrap.ranks.group import current, say
 
 __all__ = ["amp", "amp_state"]
 
@@ -131,8 +130,8 @@ class amp(ScopeDecorator):
 
     def _say(self, text: str) -> None:
         """Print a line on rank 0, once."""
-        if text not in self._said and is_rank_zero():
-            print(f"parwrap: {text}", file=sys.stderr)
+        if text not in self._said:
+            say(text)
         self._said.add(text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -45,7 +44,7 @@ from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
-from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
+from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states, states_kept
 from parwrap.options import Options
 from parwrap.places import from_script, script_place, warn
 from parwrap.rank_zero.files import intercepting_files
@@ -54,7 +53,7 @@ from parwrap.rank_zero.scratch import CheckWait
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import without
-from parwrap.ranks.group import Group
+from parwrap.ranks.group import Group, say
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
@@ -332,7 +331,7 @@ def _opened(options: Options, call: Call, script: _Script | None = None) -> Iter
     global _scope
     outer = groups.current()
     if outer is None and dist.is_initialized():
-        _stand_aside("init_process_group", dist.get_rank())
+        _stand_aside("init_process_group")
         yield
         return
     with ExitStack() as opened:
@@ -436,7 +435,7 @@ class _Scope(Interceptor):
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())
             if line is not None:
-                self._say(line)
+                say(line)
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
@@ -458,7 +457,7 @@ class _Scope(Interceptor):
         self._undo.callback(optimizers.close)
         self._interrupts = interrupts = Interrupts()
         self._undo.enter_context(interrupts.installed())
-        same_step = SameStep(group, passes, SameWork(self._say), interrupts)
+        same_step = SameStep(group, passes, SameWork(say), interrupts)
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
         self._undo.callback(setattr, group, "control_message", group.control_message)
@@ -470,7 +469,7 @@ class _Scope(Interceptor):
         if group.world.rank == 0:
             warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
-        reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say
+        reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass
         loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
         if options.strategy != "none":
@@ -509,19 +508,13 @@ class _Scope(Interceptor):
     def _lr_factor(self) -> float:
         return self._options.lr_factor(self._group.world.size if self._group else 1)
 
-    def _say(self, text: str) -> None:
-        if self._group is None or self._group.world.rank == 0:
-            bars = sys.modules.get("tqdm")  # a bar that is shown would be on the same line
-            with bars.tqdm.external_write_mode(sys.stderr) if bars is not None else nullcontext():
-                print(f"parwrap: {text}", file=sys.stderr)
-
     def distributes_itself(self, what: str) -> None:
         """Remove all interceptors, because the script distributes itself."""
         self.strategy = self.passes = self._same_step = None
         self._undo.close()
         if what == "init_process_group":
             self._leave_group()
-        _stand_aside(what, 0 if self._group is None else self._group.world.rank)
+        _stand_aside(what)
 
 
 class HiddenGroup(Interceptor):
@@ -549,17 +542,9 @@ def explained() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def draws_put_back() -> Iterator[None]:
+def draws_put_back() -> AbstractContextManager[None]:
     """Restore the random streams after the block. Only this rank runs the block, so the streams of the other ranks do not move."""
-    if _scope is None or _scope.passes is None:
-        yield
-        return
-    states = get_states()
-    try:
-        yield
-    finally:
-        set_states(states)
+    return nullcontext() if open_passes() is None else states_kept()
 
 
 def _report(rank: int, output: Output, text: str) -> None:
@@ -580,11 +565,9 @@ def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wa
             group.after_barrier = before
 
 
-def _stand_aside(what: str, rank: int = 0) -> None:
-    """Say on rank 0 that parwrap only starts the ranks."""
-    if rank == 0:
-        print(
-            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own "
-            "distributed code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables.",
-            file=sys.stderr,
-        )
+def _stand_aside(what: str) -> None:
+    """Say that parwrap only starts the ranks."""
+    say(
+        f"this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own distributed "
+        "code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables."
+    )

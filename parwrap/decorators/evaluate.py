@@ -34,6 +34,7 @@ from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.random_streams import get_states, set_states
 from parwrap.places import warn
+from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.collectives import gather, group_for
 from parwrap.ranks.group import Group, is_alone
@@ -435,11 +436,10 @@ class _Effects:
         """Note the files that the block writes, and what it prints."""
 
         def opens(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
-            file = args[0] if args else kwargs.get("file")
-            if isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode):
-                self._wrote(file)
-            return wrapped(*args, **kwargs)
+            call = Opening(wrapped, *args, **kwargs)
+            if call.writes:
+                self._wrote(call.file)
+            return call.run()
 
         def saves(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             self._wrote(args[1] if len(args) > 1 else kwargs.get("f"))

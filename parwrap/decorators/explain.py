@@ -28,7 +28,8 @@ from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import Pass
 from parwrap.places import Place, from_script, script_place
-from parwrap.ranks.group import rank, world_size
+from parwrap.rank_zero.calls import Opening
+from parwrap.ranks.group import rank, say, world_size
 from parwrap.strategies.strategy import Loop
 
 __all__ = ["explain"]
@@ -61,11 +62,10 @@ class explain(ScopeDecorator):
         loop = open_loop()
         if loop is None:
             yield
-            if rank() == 0 and world_size() == 1:
-                print(
-                    "parwrap: one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start "
-                    "several, as with --nproc-per-node 2",
-                    file=sys.stderr,
+            if world_size() == 1:
+                say(
+                    "one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start several, as "
+                    "with --nproc-per-node 2"
                 )
             return
         watcher, module = _Watcher(loop), module_of(call.function)
@@ -226,12 +226,11 @@ class _Watcher(Interceptor):
         return wrapped(*args, **kwargs)
 
     def open(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
-        file = args[0] if args else kwargs.get("file")
-        if isinstance(mode, str) and set(mode) & set("wax+") and isinstance(file, (str, os.PathLike)) and from_script(sys._getframe(1)):
+        call = Opening(wrapped, *args, **kwargs)
+        if call.writes and isinstance(call.file, (str, os.PathLike)) and from_script(sys._getframe(1)):
             row = self._row("open")
-            row.what, row.rule, row.change = f"rank 0 writes {os.path.basename(os.fspath(file))}", "8", "every_rank_writes()"
-        return wrapped(*args, **kwargs)
+            row.what, row.rule, row.change = f"rank 0 writes {os.path.basename(os.fspath(call.file))}", "8", "every_rank_writes()"
+        return call.run()
 
     def print(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         if from_script(sys._getframe(1)):

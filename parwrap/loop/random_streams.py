@@ -17,7 +17,7 @@ import torch
 
 from parwrap.intercept.interceptor import Interceptor
 
-__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states"]
+__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states", "states_kept"]
 
 Libraries = frozenset[str]
 
@@ -232,3 +232,13 @@ def set_states(states: tuple[Any, ...]) -> None:
     random.setstate(pythons)
     if gpu is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(gpu)
+
+
+@contextmanager
+def states_kept() -> Iterator[None]:
+    """Restore the states of the streams after the block."""
+    states = get_states()
+    try:
+        yield
+    finally:
+        set_states(states)
