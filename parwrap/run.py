@@ -63,11 +63,12 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
 
     try:
         if _launcher_likely(argv):
-            from parwrap.launching.jobs import launch_job, requested_job
+            from parwrap.launching.job_launchers import launcher_named
+            from parwrap.launching.jobs import requested_job
 
             job = requested_job(argv, environ, cores())
             if job is not None:
-                return launch_job(job)
+                return launcher_named(job.launcher).launch(job)
         plan = plan_launch(argv, environ, gpu_count(), cores())
         if plan.dry_run:
             return _describe(plan, environ)
