@@ -197,7 +197,7 @@ class EndsTogether:
         batch = NOTHING if self._has_read else next(self._batches, NOTHING)
         self._has_read = batch is NOTHING
         samples = 0 if batch is NOTHING else max(1, samples_in(batch))
-        counts = agree(self._group, "the next batch of a stream", samples, lambda: samples, lambda all_ranks: None)
+        counts = agree(self._group, "the next batch of a stream", samples, lambda: samples)
         counts = counts or [samples] * self._group.world.size
         if self._last is NOTHING and any(counts) and not all(counts):
             raise UsageError(

@@ -526,7 +526,7 @@ class HiddenGroup(Interceptor):
 
 def _share_streams(group: Group) -> None:
     """Give every rank the random state of rank 0."""
-    agree(group, "the start of a distributed function", 0, lambda: None, lambda all_ranks: None)
+    agree(group, "the start of a distributed function")
     states = [get_states()]
     dist.broadcast_object_list(states, 0, group=group.control)
     set_states(states[0])

@@ -35,7 +35,7 @@ from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.random_streams import get_states, set_states
 from parwrap.places import warn
 from parwrap.rank_zero.calls import Opening
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.collectives import gather, group_for
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import leaves
@@ -261,13 +261,7 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
     lengths = call.lengths()
     asks = trust.asks(lengths)
     facts = trust.whole, asks, lengths
-    agree(
-        call.group,
-        f"parwrap.evaluate of {call.name}",
-        crc32(repr(facts).encode()),
-        lambda: facts,
-        lambda all_ranks: _differ(call, all_ranks),
-    )
+    agree_on(call.group, f"parwrap.evaluate of {call.name}", facts, lambda all_ranks: _differ(call, all_ranks))
     if trust.whole:
         result, error, _ = _whole(call)
         if error is not None:
@@ -279,9 +273,9 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
 
 
 def _differ(call: _JointCall, all_ranks: list[Any]) -> RankMismatchError:
-    other = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    rank, theirs = first_other(all_ranks)
     return RankMismatchError(
-        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {all_ranks[other][2]} on rank {other}. Build the same "
+        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {theirs[2]} on rank {rank}. Build the same "
         "datasets on every rank: each rank reads a part of them."
     )
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward, Clip
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, agree_on, first_other
 from parwrap.ranks.group import is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
@@ -133,7 +132,7 @@ class FSDP(DDP):
         place, mine = script_place(), [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
 
         def error(all_ranks: list[Any]) -> Exception:
-            rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+            rank, theirs = first_other(all_ranks)
             pairs = zip([*all_ranks[0], "nothing"], [*theirs, "nothing"], strict=False)
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
             return RankMismatchError(
@@ -141,7 +140,7 @@ class FSDP(DDP):
                 "same model and optimizer on every rank, outside of training passes or inside `with parwrap.same_draws():`."
             )
 
-        agree(self.loop.group, "sharding a model", crc32(repr(mine).encode()), lambda: mine, error)
+        agree_on(self.loop.group, "sharding a model", mine, error)
         made_equal(self.loop.group, list(named.values()), at="forward")
 
     def _mesh_of(self, device: torch.device) -> DeviceMesh:
@@ -265,7 +264,7 @@ class FSDP(DDP):
         group = self.loop.group
         models, optimizers = [ref() for ref in self._models], [ref() for ref in self._optimizers]
         held = torch.tensor([each is not None for each in (*models, *optimizers)], dtype=torch.int64)
-        agree(group, "making models whole", len(held), lambda: None, lambda all_ranks: None)
+        agree(group, "making models whole", len(held))
         with group.control_message("making models whole"):
             dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
         everywhere = held.bool().tolist()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
 from parwrap.rank_zero.path_rules import passing
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, agree_on
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.platform import OPEN_OWN, lock_for_process, shared_memory, unlock_for_process
 from parwrap.strategies.buffers import Buffers
@@ -141,7 +140,7 @@ class Hogwild(Strategy):
     def _meet(self, kind: str) -> None:
         self._weights.put_back()
         with self._others_step():
-            agree(self.loop.group, kind, 0, lambda: None, lambda details: None)
+            agree(self.loop.group, kind)
 
     def metric(self, metric: Any) -> Any:
         return rank_zeros(self.loop.group, metric)
@@ -261,7 +260,7 @@ class _SharedWeights:
             compare(datas)
             return None
 
-        agree(self._group, "sharing the parameters of optimizers", crc32(repr(about).encode()), lambda: about, error)
+        agree_on(self._group, "sharing the parameters of optimizers", about, error)
         made_equal(self._group, parameters)
         memory = self._memory(max(place.begin + place.size for place in places))
         for p, place in zip(parameters, places, strict=True):

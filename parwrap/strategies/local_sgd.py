@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place, warn
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.ddp_sites import made_equal
@@ -132,7 +131,7 @@ class LocalSGD(DDP):
         if current.known != len(parameters):
             current.known = len(parameters)
             kinds = [(tuple(p.shape), str(p.dtype)) for p in parameters]
-            agree(self.loop.group, "the first step of an optimizer", crc32(repr(kinds).encode()), lambda: kinds, _different_weights)
+            agree_on(self.loop.group, "the first step of an optimizer", kinds, _different_weights)
             made_equal(self.loop.group, parameters, at="step")
         current.begin(optimizer, outer=self.loop.options().outer is not None)
 
@@ -195,7 +194,7 @@ class LocalSGD(DDP):
             compare_data(data, place)
             return None
 
-        agree(group, "an average of weights", crc32(repr(about).encode()), lambda: about, error)
+        agree_on(group, "an average of weights", about, error)
         passes.data_sent()
         mine = {id(each): max(each.weight / each.steps, LEAST) for _, each in rounds}
         totals = torch.tensor(list(mine.values()), dtype=torch.float64)
@@ -255,8 +254,8 @@ def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tu
 
 
 def _different_weights(all_ranks: Sequence[Any]) -> RankMismatchError:
-    rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    rank, theirs = first_other(all_ranks)
     return RankMismatchError(
-        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {all_ranks[rank]}. Only weights "
+        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {theirs}. Only weights "
         "that all ranks step can be averaged: build the same model and optimizer on every rank."
     )

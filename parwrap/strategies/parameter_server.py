@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.options import Options
 from parwrap.places import script_place, warn
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree_on
 from parwrap.ranks.device import torch_backend
 from parwrap.ranks.group import Group, is_alone, within
 from parwrap.strategies.buffers import Buffers
@@ -361,7 +360,6 @@ class ParameterServer(Strategy):
 
     def _meet(self, kind: str, about: object = None) -> None:
         passes = self.loop.passes
-        details = about, passes.data_to_send() or NO_DATA
         place = passes.training.place if passes.training else script_place()
 
         def error(all_ranks: Sequence[Any]) -> Exception | None:
@@ -375,7 +373,7 @@ class ParameterServer(Strategy):
             compare_data(data, place)
             return None
 
-        agree(self._group, kind, crc32(repr(details).encode()), lambda: details, error)
+        agree_on(self._group, kind, (about, passes.data_to_send() or NO_DATA), error)
         passes.data_sent()
 
     # messages
