@@ -25,6 +25,7 @@ __all__ = [
     "counted",
     "explain",
     "in_one_line",
+    "shortened",
 ]
 
 
@@ -95,3 +96,12 @@ def in_one_line(error: BaseException) -> str:
         return f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": ")
     except Exception:  # in its own __str__
         return type(error).__qualname__
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text``, with dots at its end if it would otherwise reach ``limit`` characters.
+
+    >>> shortened("tensor(0.5)", 12), shortened("tensor(0.25)", 12)
+    ('tensor(0.5)', 'tensor(0....')
+    """
+    return text if len(text) < limit else f"{text[: limit - 3]}..."

@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING, NoReturn
 
 from parwrap.errors import LaunchError
 from parwrap.launching.fork_server import loading, start, stop
 from parwrap.launching.reexec import Reexec
+from parwrap.ranks.environment import environment
 from parwrap.ranks.platform import FORKS
 from parwrap.ranks.world import detect
 from parwrap.torch_private.dynamo import DYNAMO
@@ -62,11 +63,12 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
 
     try:
         if _launcher_likely(argv):
-            from parwrap.launching.jobs import launch_job, requested_job
+            from parwrap.launching.job_launchers import launcher_named
+            from parwrap.launching.jobs import requested_job
 
             job = requested_job(argv, environ, cores())
             if job is not None:
-                return launch_job(job)
+                return launcher_named(job.launcher).launch(job)
         plan = plan_launch(argv, environ, gpu_count(), cores())
         if plan.dry_run:
             return _describe(plan, environ)
@@ -181,15 +183,10 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-@contextmanager
-def _torchs_warnings_off(argv: Sequence[str]) -> Iterator[None]:
+def _torchs_warnings_off(argv: Sequence[str]) -> AbstractContextManager[None]:
     """Keep torch from printing a page of C++ stack trace for each store that is lost with a node."""
     off = "TORCH_CPP_LOG_LEVEL" not in os.environ and any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
-    if off:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    yield
-    if off:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return environment({"TORCH_CPP_LOG_LEVEL": "ERROR"} if off else {})
 
 
 if __name__ == "__main__":

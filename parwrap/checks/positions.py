@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
@@ -128,14 +128,15 @@ class Positions:
         folder: the folder that they share.
         rank: this rank among those of the node.
         ranks: the global ranks of the node's ranks, in their order on the node.
+        alike: whether to compare with the others now; not after an interrupt, which ranks may handle in different ways.
 
     Attributes:
         opening: how many pages this process has opened there before.
         mine: this rank's page, as it was written last; its state may have changed since.
     """
 
-    def __init__(self, folder: Path, rank: int, ranks: Iterable[int]) -> None:
-        self._rank, self._ranks = rank, tuple(ranks)
+    def __init__(self, folder: Path, rank: int, ranks: Iterable[int], alike: Callable[[], bool] = lambda: True) -> None:
+        self._rank, self._ranks, self._alike = rank, tuple(ranks), alike
         self._others = [index for index in range(len(self._ranks)) if index != rank]
         self.opening = _openings[folder]
         _openings[folder] += 1
@@ -146,25 +147,23 @@ class Positions:
         self.mine = Page(place="")
         self._write(Page())
 
-    def enter(self, state: State, what: int, place: str, alike: bool = True) -> None:
+    def enter(self, state: State, what: int, place: str) -> None:
         """Say that this rank is about to send; raise if another rank of the node can never meet it there.
 
         Args:
             state: what it does.
             what: the set of parameters of the backward, or the kind of the message.
             place: the line of the script.
-            alike: whether to compare with the others; not after an interrupt, which ranks may handle in different ways.
 
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
         backwards, _, _, controls, _ = self.mine
         self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
-        if alike:
-            self.compare()
+        self.compare()
 
     @contextmanager
-    def inner(self, what: int, place: str, alike: bool = True) -> Iterator[None]:
+    def inner(self, what: int, place: str) -> Iterator[None]:
         """Say that this rank sends a control message of kind ``what`` inside of a backward.
 
         Raises:
@@ -172,20 +171,18 @@ class Positions:
         """
         backward = self.now()
         self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place))
-        if alike:
-            self.compare()
+        self.compare()
         yield
         self._write(backward._replace(controls=self.mine.controls))
 
-    def averages(self, alike: bool = True) -> None:
+    def averages(self) -> None:
         """Say that this rank's backward has reached its end.
 
         Raises:
             LockstepError: another rank of the node has raised, or can never meet this one there.
         """
         self._set(State.AVERAGES)
-        if alike:
-            self.compare()
+        self.compare()
 
     def compare(self) -> None:
         """Raise if another rank of the node can never meet this one where it is.
@@ -193,7 +190,7 @@ class Positions:
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
-        for other in self._others:
+        for other in self._others if self._alike() else ():
             if self._differs(other) and apart(self.now(), self._read(other)):
                 raise self.error()
 

@@ -101,7 +101,7 @@ class SameStep:
         assert group.folder is not None
         ranks = group.world.node_ranks
         self._world = group.world
-        self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks)
+        self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks, lambda: not interrupts.raised)
         self._on_the_way: deque[_Exchanged] = deque()
 
     @contextmanager
@@ -115,21 +115,16 @@ class SameStep:
             LockstepError: another rank can never meet this one there, or has ended.
         """
         if in_backward():  # on a GPU, in a thread that has no line of the script
-            inside, alike = f"{kind} in the backward at {self._last}", not self._interrupts.raised
-            with self.positions.inner(crc32(kind.encode()), inside, alike):
-                yield self._check
+            with self.positions.inner(crc32(kind.encode()), f"{kind} in the backward at {self._last}"):
+                yield self.positions.compare
             return
         self.sends(kind)
         try:
-            yield self._check
+            yield self.positions.compare
         except RuntimeError as error:
             self.explain(error)
             raise
         self.positions.run()
-
-    def _check(self) -> None:
-        if not self._interrupts.raised:
-            self.positions.compare()
 
     def sends(self, kind: str) -> None:
         """Say that this rank is about to send a message of that ``kind``, and does not wait for it.
@@ -138,7 +133,7 @@ class SameStep:
             LockstepError: another rank can never meet this one there, or has ended.
         """
         place = f"its end, after {self._last}" if self.ending else script_place()
-        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
+        self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
 
     def backward(self, number: int, place: str) -> None:
         """Say that this rank is about to average the gradients of set ``number``.
@@ -147,7 +142,7 @@ class SameStep:
             LockstepError: another rank can never meet this one there.
         """
         self.passed(place)
-        self._enter(State.BACKWARD, number, place)
+        self.positions.enter(State.BACKWARD, number, place)
 
     def averages(self) -> None:
         """This rank's backward has reached its end, and waits for the average gradients.
@@ -156,14 +151,11 @@ class SameStep:
             LockstepError: another rank waits inside of it for a message that this rank does not send.
         """
         self.averages_since = time.perf_counter()
-        self.positions.averages(alike=not self._interrupts.raised)
+        self.positions.averages()
 
     def passed(self, place: str | Place) -> None:
         """Training has come to ``place``, for errors about ranks that have ended there."""
         self._last = place
-
-    def _enter(self, state: State, what: int, place: str) -> None:
-        self.positions.enter(state, what, place, alike=not self._interrupts.raised)
 
     def explain(self, error: RuntimeError) -> None:
         """Say where all ranks are if ``error`` says that another rank's connection has closed.

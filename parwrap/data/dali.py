@@ -27,8 +27,6 @@ __all__ = ["Pipelines"]
 ANOTHER_SOURCE = 1_000_003
 """Added to the seed of each further pipeline, so that pipelines that a loop zips never pair a sample with itself."""
 
-NOTHING = object()
-
 
 class Pipelines(Sources):
     """Gives each rank its share of pipelines that train; arguments are those of :class:`parwrap.data.sources.Sources`."""

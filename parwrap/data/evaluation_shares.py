@@ -23,7 +23,7 @@ from parwrap.data.samplers import block, copied_with
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import Backward
-from parwrap.loop.random_streams import get_states, set_states
+from parwrap.loop.random_streams import get_states, set_states, states_kept
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
 
@@ -92,12 +92,11 @@ class Turns:
 
     def _drawn(self, most: int) -> list:
         """The next batches. They are drawn on random states kept for the stream, because the script's own draws differ between ranks."""
-        running = get_states()
-        if self._states is not None:
-            set_states(self._states)
-        drawn = list(islice(self._batches, most))
-        self._states = get_states()
-        set_states(running)
+        with states_kept():
+            if self._states is not None:
+                set_states(self._states)
+            drawn = list(islice(self._batches, most))
+            self._states = get_states()
         return drawn
 
 

@@ -20,7 +20,7 @@ from parwrap.data.loaders import marked_like
 from parwrap.data.samplers import DealtBatches, copied_with, is_plain, shuffles
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.loop.random_streams import get_states, set_states
+from parwrap.loop.random_streams import states_kept
 from parwrap.torch_private.dataloader import ITERATOR, kept_iterator
 
 __all__ = ["Lengths", "UniformLength", "UniformLengthBatchSampler", "read_lengths"]
@@ -139,7 +139,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
             rounds = [each for bucket in buckets for each in _rounds(samples[bucket.start : bucket.end], bucket, ranks)]
             return [samples[i::ranks].tolist() for samples in rounds for i in range(min(ranks, len(samples)))]
         buckets = self._moved(buckets, padded, ranks, random)
-        shuffled = [_shuffled(samples, padded, bucket, ranks, random) for bucket in buckets]
+        shuffled = [_shuffled(samples, bucket, ranks, random) for bucket in buckets]
         rounds = [each for bucket in shuffled for each in bucket]
         order = random.permutation(len(rounds))
         whole = [rounds[i] for i in order if len(rounds[i]) >= ranks]
@@ -263,7 +263,7 @@ def _rounds(samples: np.ndarray, bucket: _Bucket, ranks: int) -> list[np.ndarray
     return np.split(samples, np.cumsum(sizes)[:-1])
 
 
-def _shuffled(samples: np.ndarray, padded: np.ndarray, bucket: _Bucket, ranks: int, random: np.random.Generator) -> list[np.ndarray]:
+def _shuffled(samples: np.ndarray, bucket: _Bucket, ranks: int, random: np.random.Generator) -> list[np.ndarray]:
     """The rounds of a bucket, drawn at random, each with its longest sample first."""
     places = bucket.start + random.permutation(bucket.end - bucket.start)
     return [samples[np.sort(each)] for each in _rounds(places, bucket, ranks)]
@@ -342,11 +342,8 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     if isinstance(length, (Sequence, torch.Tensor, np.ndarray)) and not isinstance(length, str):
         lengths: np.ndarray | None = _given_lengths(length, len(dataset))
     else:
-        before = get_states()
-        try:
+        with states_kept():
             lengths = _read(dataset, length, pad_value)
-        finally:
-            set_states(before)
     return None if lengths is None or not len(lengths) or lengths.min() == lengths.max() else lengths
 
 

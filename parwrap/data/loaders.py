@@ -229,7 +229,7 @@ class Loaders(Sources, Interceptor):
     def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         if self._options().uneven == "drop":
             refuse_nothing(loader, self._size)
-        with self._drawing(random_streams.NONE):
+        with self._drawing():
             share, opened.weights = self._share(loader, known)
             known.held = held_by(loader) if known.held is None else known.held
             opened.data = data_digits(loader, known.held, known.seed)
@@ -253,7 +253,7 @@ class Loaders(Sources, Interceptor):
         """Begin to read ``loader``. If it is a stream whose parts ``may_end_apart``, ranks that step together also end together."""
 
         def begin() -> Iterator:
-            with self._drawing(random_streams.NONE), _seeding_workers(loader, workers_seed):
+            with self._drawing(), _seeding_workers(loader, workers_seed):
                 return iteration.original(loader)
 
         options = self._options()
@@ -371,7 +371,7 @@ class Loaders(Sources, Interceptor):
         copy = None if known is None else known.copy
         if kept_iterator(loader) is not None or (copy is not None and kept_iterator(copy) is not None):
             return None
-        with self._drawing(random_streams.NONE):
+        with self._drawing():
             return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
     def _seed(self, loader: DataLoader, sampler: Any, by_torch: bool) -> int:
@@ -388,8 +388,8 @@ class Loaders(Sources, Interceptor):
             generator = generator.clone_state()
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
-    def _drawing(self, own: frozenset[str]) -> Any:
-        return self._passes.streams.used(own if self.in_loop() else random_streams.NONE)
+    def _drawing(self) -> Any:
+        return self._passes.streams.used(random_streams.NONE)
 
     def _reads_by_python(self, loader: DataLoader) -> bool:
         """Whether samples are read in this process by code that may draw random numbers; torch's own datasets never do."""
@@ -531,11 +531,11 @@ class _SharedDraws:
         if loaders is None:
             yield from self._indices
             return
-        with loaders._drawing(random_streams.NONE):
+        with loaders._drawing():
             indices = iter(self._indices)
         while True:
             if first or not self._draws_once:
-                with loaders._drawing(random_streams.NONE):
+                with loaders._drawing():
                     drawn = next(indices, nothing)
             else:
                 drawn = next(indices, nothing)

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from parwrap.errors import UsageError
+from parwrap.data.evaluation_shares import Reading
+from parwrap.errors import UsageError, shortened
 from parwrap.places import warn
 from parwrap.ranks.structures import leaves, number_dtype
 
-__all__ = ["REDUCTIONS", "Compared", "Part", "Passed", "compared", "merged"]
+__all__ = ["REDUCTIONS", "Compared", "Part", "compared", "merged"]
 
 REDUCTIONS = {
     "mean": "weighted by the samples that each rank has read",
@@ -44,25 +45,11 @@ SURE = 1e-3
 fraction of the square proves the average right."""
 
 
-class Passed(NamedTuple):
-    """One pass over a loader, of one rank.
-
-    Attributes:
-        sizes: the samples in each batch.
-        in_turn: whether the ranks' batches alternate, rather than one rank's following the other's.
-        rows: the sum of the first dimensions of all items, if the loader does not batch, so that they may be batches; otherwise 0.
-    """
-
-    sizes: list[int]
-    in_turn: bool = False
-    rows: int = 0
-
-
 class Part(NamedTuple):
     """The result of one rank, and the passes over loaders that it was computed from."""
 
     result: Any
-    passes: list[Passed]
+    passes: list[Reading]
 
 
 def merged(reduce: Any, parts: list[Part]) -> Any:
@@ -74,8 +61,9 @@ def merged(reduce: Any, parts: list[Part]) -> Any:
     Raises:
         UsageError: the results cannot be merged by ``reduce``.
 
-    >>> one, other = Part({"loss": 1.0}, [Passed([2, 2])]), Part({"loss": 4.0}, [Passed([2])])
-    >>> merged("mean", [one, other]), merged("sum", [one, other])
+    >>> one, other = Reading("eval.py:9", sizes=[2, 2]), Reading("eval.py:9", sizes=[2])
+    >>> parts = [Part({"loss": 1.0}, [one]), Part({"loss": 4.0}, [other])]
+    >>> merged("mean", parts), merged("sum", parts)
     ({'loss': 2.0}, {'loss': 5.0})
     """
     return _Merge(parts).apply(reduce, [part.result for part in parts], "the result")
@@ -105,7 +93,8 @@ class _Merge:
         for each in results:
             if not _fits(reduce, each):
                 raise UsageError(
-                    f"reduce={reduce!r} does not match {name}, {_short(each)}: pass one reduction for each of its entries, or one for all."
+                    f"reduce={reduce!r} does not match {name}, {shortened(repr(each), 80)}: pass one reduction for each of its entries, "
+                    "or one for all."
                 )
         first = results[0]
         if isinstance(first, dict):
@@ -292,7 +281,7 @@ def _in_turn(sizes: list[list[int]]) -> list[int]:
 
 def _same(kind: str, results: list[Any], name: str) -> Any:
     if any(each != results[0] for each in results):
-        raise _differ(kind, name, "has a different value", map(_short, results), " Pass a function as reduce.")
+        raise _differ(kind, name, "has a different value", (shortened(repr(each), 80) for each in results), " Pass a function as reduce.")
     return results[0]
 
 
@@ -320,11 +309,6 @@ def _proportional(some: list[int], others: list[int]) -> bool:
 
 def _made_like(first: Any, entries: Iterable[Any]) -> Any:
     return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."
 
 
 class Compared(NamedTuple):

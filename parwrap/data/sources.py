@@ -20,7 +20,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
 from parwrap.options import Options
 from parwrap.places import Place
-from parwrap.ranks.group import Group
+from parwrap.ranks.group import Group, say
 
 __all__ = ["PassIterator", "Sources", "trains"]
 
@@ -48,7 +48,6 @@ class Sources:
         passes: the open passes.
         optimizers: the optimizers of the script.
         begins: called when a pass begins, with whether it trains.
-        say: prints a line on rank 0.
     """
 
     def __init__(
@@ -58,10 +57,9 @@ class Sources:
         passes: Passes,
         optimizers: Optimizers,
         begins: Callable[[bool], None],
-        say: Callable[[str], None],
     ) -> None:
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
-        self._options, self._passes, self._optimizers, self._begins, self._say = options, passes, optimizers, begins, say
+        self._options, self._passes, self._optimizers, self._begins = options, passes, optimizers, begins
         self._thread = threading.get_ident()
         self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
         self._said: set[Place] = set()
@@ -86,7 +84,7 @@ class Sources:
         if opened.shared and opened.drawn and self._trained_in(opened) and opened.place not in self._said:
             self._said.add(opened.place)
             of = f" of {opened.whole}" if opened.whole is not None else ""
-            self._say(
+            say(
                 f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks. Sums over samples, such as correct "
                 "answers or loss * len(x), are of one rank's samples: parwrap.reduce_sum adds them up over all ranks."
                 + (" A loss is the mean over ranks already once backward() was called on it." if self._options().averages_losses else "")

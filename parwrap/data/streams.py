@@ -8,7 +8,6 @@ rank together read all of it. If it divides itself by ranks, it would be divided
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from parwrap.errors import UsageError
 from parwrap.options import Options
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.environment import without
 from parwrap.ranks.group import Group, reading_stream
 
 __all__ = ["CollatePart", "EndsTogether", "Part", "part_of_stream", "was_split"]
@@ -53,12 +53,8 @@ class _OfOneProcess(IterableDataset):
 @contextmanager
 def _without_ranks() -> Iterator[None]:
     """Inside the block, environment and process group are those of a single process; asking parwrap for the rank is an error."""
-    kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    try:
-        with reading_stream():
-            yield
-    finally:
-        os.environ.update(kept)
+    with without(("RANK", "WORLD_SIZE")), reading_stream():
+        yield
 
 
 class Dealt(_OfOneProcess):
@@ -105,12 +101,10 @@ class Part(NamedTuple):
 
     Attributes:
         weight: its weight in an average over ranks.
-        samples: its number of samples.
         batch: the collated samples.
     """
 
     weight: float
-    samples: int
     batch: Any
 
 
@@ -124,7 +118,7 @@ class CollatePart(NamedTuple):
     def __call__(self, samples: list[Any]) -> Part:
         mine = block(len(samples), self.rank, self.size)
         part = samples[mine.start : mine.stop]
-        return Part(len(part) * self.size / len(samples), len(part), self.collate(part or samples[:1]))
+        return Part(len(part) * self.size / len(samples), self.collate(part or samples[:1]))
 
 
 def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -> dict[str, Any]:
@@ -203,7 +197,7 @@ class EndsTogether:
         batch = NOTHING if self._has_read else next(self._batches, NOTHING)
         self._has_read = batch is NOTHING
         samples = 0 if batch is NOTHING else max(1, samples_in(batch))
-        counts = agree(self._group, "the next batch of a stream", samples, lambda: samples, lambda all_ranks: None)
+        counts = agree(self._group, "the next batch of a stream", samples, lambda: samples)
         counts = counts or [samples] * self._group.world.size
         if self._last is NOTHING and any(counts) and not all(counts):
             raise UsageError(
@@ -218,7 +212,7 @@ class EndsTogether:
         self._last = batch
         if self._uneven != "join":
             return batch
-        return Part(samples * len(counts) / sum(counts), samples_in(batch), batch)
+        return Part(samples * len(counts) / sum(counts), batch)
 
     def _again(self) -> Any:
         """The next batch after the end of this rank's part, which begins again."""

@@ -45,7 +45,6 @@ class accumulate(ScopeDecorator):
     layer = 30
 
     def __init__(self, steps: Any = None) -> None:
-        super().__init__()
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise UsageError(f"accumulate(steps={steps!r}): steps must be a positive integer, the number of batches in one optimizer step.")
         self._steps = steps

@@ -5,7 +5,6 @@ Opens autocast and makes the interceptors of ``precision/``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,11 +17,11 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.precision.autocasting import Autocasting
-from parwrap.precision.choice import LEVELS, Precision, check, choose, missing_named
+from parwrap.precision.choice import LEVELS, check, choose, missing_named
 from parwrap.precision.halving import HalfForGood, HalfInCalls
 from parwrap.precision.loss_scale import AmpState
 from parwrap.precision.scaling import Scaling
-from parwrap.ranks.group import current, is_rank_zero
+from parwrap.ranks.group import current, say
 
 __all__ = ["amp", "amp_state"]
 
@@ -71,7 +70,6 @@ class amp(ScopeDecorator):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        super().__init__()
         if level is None and dtype in LEVELS:
             dtype, level = "auto", str(dtype)
         check(dtype, level)
@@ -101,7 +99,8 @@ class amp(ScopeDecorator):
         if _open and self._asked == ("auto", None, None):
             yield
             return
-        precision, optimizers = self._precision(), reachable(Optimizer, call)
+        dtype, level, device = self._asked
+        precision, optimizers = choose(dtype, level, device or _device()), reachable(Optimizer, call)
         module = module_of(call.function)
         with ExitStack() as opened:
             opened.enter_context(missing_named(precision.device, precision.dtype))
@@ -121,10 +120,6 @@ class amp(ScopeDecorator):
             opened.enter_context(intercepting(interceptors, module))
             yield
 
-    def _precision(self) -> Precision:
-        dtype, level, device = self._asked
-        return choose(dtype, level, device or _device())
-
     def _scalings(self, state: AmpState, optimizers: list[Optimizer]) -> list[Scaling]:
         """The interceptor of the loss scale, if any. It is the same in every call, so the scale persists."""
         if not state.scales:
@@ -135,8 +130,8 @@ class amp(ScopeDecorator):
 
     def _say(self, text: str) -> None:
         """Print a line on rank 0, once."""
-        if text not in self._said and is_rank_zero():
-            print(f"parwrap: {text}", file=sys.stderr)
+        if text not in self._said:
+            say(text)
         self._said.add(text)
 
 

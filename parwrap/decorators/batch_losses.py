@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from parwrap.decorators.distributed import open_passes, trains_apart
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.loop.losses import leading_sizes
 from parwrap.norm.exchange import Statistics, statistics_of
-from parwrap.ranks.agreement import agree, home
+from parwrap.ranks.agreement import agree_on, home
 from parwrap.ranks.collectives import group_for, reduce_sum
 from parwrap.ranks.group import Group, is_alone, world_size
 from parwrap.ranks.structures import difference
@@ -149,8 +148,7 @@ def _agreed_rows(x: torch.Tensor, requires_grad: bool, group: Group) -> list[int
             f"{KIND}() got different structures on different ranks: {different}. Only the first dimension may differ between ranks."
         )
 
-    details = alike, len(x)
-    differing = agree(group, KIND, crc32(repr(details).encode()), lambda: details, error)
+    differing = agree_on(group, KIND, (alike, len(x)), error)
     return [len(x)] * group.world.size if differing is None else [rows for _, rows in differing]
 
 

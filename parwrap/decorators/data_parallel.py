@@ -56,7 +56,6 @@ class data_parallel(ScopeDecorator):
         gather: bool = True,
         loss: Literal["mean", "sum"] | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(gather, bool):
             raise UsageError(
                 f"gather={gather!r} is neither True, which gathers outputs on the first device, nor False, which leaves them on their "

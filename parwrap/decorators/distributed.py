@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from importlib import import_module
@@ -45,7 +44,7 @@ from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
-from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
+from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states, states_kept
 from parwrap.options import Options
 from parwrap.places import from_script, script_place, warn
 from parwrap.rank_zero.files import intercepting_files
@@ -53,7 +52,8 @@ from parwrap.rank_zero.output import Output, output_of
 from parwrap.rank_zero.scratch import CheckWait
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
-from parwrap.ranks.group import Group
+from parwrap.ranks.environment import without
+from parwrap.ranks.group import Group, say
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
@@ -158,17 +158,11 @@ class distributed(ScopeDecorator):
     )
 
     def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self._given, self._options = options, Options(**options)
+        self.given, self._options = options, Options(**options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(Options))
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options as they were given."""
-        return self._given
 
     def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
         nprocs = self._options.nprocs
@@ -192,7 +186,7 @@ class distributed(ScopeDecorator):
                 "function, or call parwrap.launch(train, nprocs=...)."
             )
         if _scope is not None:
-            return _scope.joined(self._given)
+            return _scope.joined(self.given)
         return _opened(self._options, call)
 
 
@@ -337,7 +331,7 @@ def _opened(options: Options, call: Call, script: _Script | None = None) -> Iter
     global _scope
     outer = groups.current()
     if outer is None and dist.is_initialized():
-        _stand_aside("init_process_group", dist.get_rank())
+        _stand_aside("init_process_group")
         yield
         return
     with ExitStack() as opened:
@@ -389,7 +383,7 @@ class _Scope(Interceptor):
         hidden, log, heard, quiet = script or _Script()
         module = "__main__" if script else module_of(call.function)
         with self._undo:
-            self._undo.enter_context(_without_variables(hidden))
+            self._undo.enter_context(without(hidden))
             interceptors = self._begin(call)
             if self._whole is not None:
                 output = self._undo.enter_context(output_of(self._whole.world.rank, log, heard))
@@ -441,7 +435,7 @@ class _Scope(Interceptor):
             if self.strategy.together:
                 self._same_step.positions.end(self._group.timeout.total_seconds())
             if line is not None:
-                self._say(line)
+                say(line)
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
@@ -463,19 +457,19 @@ class _Scope(Interceptor):
         self._undo.callback(optimizers.close)
         self._interrupts = interrupts = Interrupts()
         self._undo.enter_context(interrupts.installed())
-        same_step = SameStep(group, passes, SameWork(self._say), interrupts)
+        same_step = SameStep(group, passes, SameWork(say), interrupts)
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
         self._undo.callback(setattr, group, "control_message", group.control_message)
         group.control_message = same_step.control
         divisors = Divisors(group, passes, lambda: self._options)
-        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, self._say)
+        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
         if group.world.rank == 0:
             warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
-        reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass, self._say
+        reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass
         loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
         if options.strategy != "none":
@@ -486,7 +480,7 @@ class _Scope(Interceptor):
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
-        return [_Seeds(streams), optimizers, modules, losses, *shared, divisors, self.strategy, self]
+        return [streams, optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -514,35 +508,13 @@ class _Scope(Interceptor):
     def _lr_factor(self) -> float:
         return self._options.lr_factor(self._group.world.size if self._group else 1)
 
-    def _say(self, text: str) -> None:
-        if self._group is None or self._group.world.rank == 0:
-            bars = sys.modules.get("tqdm")  # a bar that is shown would be on the same line
-            with bars.tqdm.external_write_mode(sys.stderr) if bars is not None else nullcontext():
-                print(f"parwrap: {text}", file=sys.stderr)
-
     def distributes_itself(self, what: str) -> None:
         """Remove all interceptors, because the script distributes itself."""
         self.strategy = self.passes = self._same_step = None
         self._undo.close()
         if what == "init_process_group":
             self._leave_group()
-        _stand_aside(what, 0 if self._group is None else self._group.world.rank)
-
-
-class _Seeds(Interceptor):
-    """Seeds both sets of random streams when the script seeds. Generators of numpy that get no seed are seeded from the shared stream."""
-
-    def __init__(self, streams: RandomStreams) -> None:
-        self._streams = streams
-
-    def seeded(self, library: str) -> None:
-        self._streams.script_seeded(library)
-
-    def restored(self) -> None:
-        self._streams.script_restored()
-
-    def fresh_seed(self) -> int:
-        return self._streams.fresh_seed()
+        _stand_aside(what)
 
 
 class HiddenGroup(Interceptor):
@@ -554,7 +526,7 @@ class HiddenGroup(Interceptor):
 
 def _share_streams(group: Group) -> None:
     """Give every rank the random state of rank 0."""
-    agree(group, "the start of a distributed function", 0, lambda: None, lambda all_ranks: None)
+    agree(group, "the start of a distributed function")
     states = [get_states()]
     dist.broadcast_object_list(states, 0, group=group.control)
     set_states(states[0])
@@ -570,17 +542,9 @@ def explained() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def draws_put_back() -> Iterator[None]:
+def draws_put_back() -> AbstractContextManager[None]:
     """Restore the random streams after the block. Only this rank runs the block, so the streams of the other ranks do not move."""
-    if _scope is None or _scope.passes is None:
-        yield
-        return
-    states = get_states()
-    try:
-        yield
-    finally:
-        set_states(states)
+    return nullcontext() if open_passes() is None else states_kept()
 
 
 def _report(rank: int, output: Output, text: str) -> None:
@@ -601,21 +565,9 @@ def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wa
             group.after_barrier = before
 
 
-@contextmanager
-def _without_variables(names: Iterable[str]) -> Iterator[None]:
-    """``os.environ`` without the variables ``names``."""
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)
-
-
-def _stand_aside(what: str, rank: int = 0) -> None:
-    """Say on rank 0 that parwrap only starts the ranks."""
-    if rank == 0:
-        print(
-            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own "
-            "distributed code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables.",
-            file=sys.stderr,
-        )
+def _stand_aside(what: str) -> None:
+    """Say that parwrap only starts the ranks."""
+    say(
+        f"this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own distributed "
+        "code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables."
+    )

@@ -26,15 +26,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from parwrap.data.evaluation_shares import Evaluation, check
-from parwrap.data.merging import REDUCTIONS, Part, Passed, compared, merged
+from parwrap.data.merging import REDUCTIONS, Part, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
-from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line
+from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line, shortened
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.random_streams import get_states, set_states
 from parwrap.places import warn
-from parwrap.ranks.agreement import agree
+from parwrap.rank_zero.calls import Opening
+from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.collectives import gather, group_for
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import leaves
@@ -90,7 +91,6 @@ class evaluate(ScopeDecorator):
     """
 
     def __init__(self, *, reduce: Any = None, check: bool = True) -> None:
-        super().__init__()
         _check(reduce)
         self._reduce, self._checks = reduce, check
 
@@ -261,13 +261,7 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
     lengths = call.lengths()
     asks = trust.asks(lengths)
     facts = trust.whole, asks, lengths
-    agree(
-        call.group,
-        f"parwrap.evaluate of {call.name}",
-        crc32(repr(facts).encode()),
-        lambda: facts,
-        lambda all_ranks: _differ(call, all_ranks),
-    )
+    agree_on(call.group, f"parwrap.evaluate of {call.name}", facts, lambda all_ranks: _differ(call, all_ranks))
     if trust.whole:
         result, error, _ = _whole(call)
         if error is not None:
@@ -279,9 +273,9 @@ def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
 
 
 def _differ(call: _JointCall, all_ranks: list[Any]) -> RankMismatchError:
-    other = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    rank, theirs = first_other(all_ranks)
     return RankMismatchError(
-        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {all_ranks[other][2]} on rank {other}. Build the same "
+        f"{call.name} evaluates datasets of lengths {all_ranks[0][2]} on rank 0 and {theirs[2]} on rank {rank}. Build the same "
         "datasets on every rank: each rank reads a part of them."
     )
 
@@ -340,10 +334,7 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
         if not evaluation.within and not evaluation.readings:
             warn(NOTHING_READ.format(call.name))
         return merged(call.reduce, [Part(result, [])]), [result]
-    parts = [
-        Part(each[0], [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
-        for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
-    ]
+    parts = [Part(each[0], passes) for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)]
     return merged(call.reduce, parts), [part.result for part in parts]
 
 
@@ -407,7 +398,8 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
 def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Any]) -> str:
     """What differs, and the ``reduce`` that fits, if there is one."""
     where = f"; {differing[0][0]}" if differing[0][0] else ""
-    text = f"merged by reduce={call.reduce!r}{where} is {_short(differing[0][1])}, but {_short(differing[0][2])} for all of the data."
+    shared, of_all = (shortened(" ".join(repr(each).split()), 60) for each in differing[0][1:])
+    text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
     if call.reduce == "mean":
         try:
             total = merged("sum", [Part(part, []) for part in parts])
@@ -438,11 +430,10 @@ class _Effects:
         """Note the files that the block writes, and what it prints."""
 
         def opens(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
-            file = args[0] if args else kwargs.get("file")
-            if isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode):
-                self._wrote(file)
-            return wrapped(*args, **kwargs)
+            call = Opening(wrapped, *args, **kwargs)
+            if call.writes:
+                self._wrote(call.file)
+            return call.run()
 
         def saves(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             self._wrote(args[1] if len(args) > 1 else kwargs.get("f"))
@@ -582,8 +573,3 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
         if content != before.get(place) and not is_cache:
             return place
     return next((place for place in before if place not in after), None)
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) < 60 else text[:57] + "..."

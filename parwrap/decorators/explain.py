@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -28,7 +28,8 @@ from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import Pass
 from parwrap.places import Place, from_script, script_place
-from parwrap.ranks.group import rank, world_size
+from parwrap.rank_zero.calls import Opening
+from parwrap.ranks.group import rank, say, world_size
 from parwrap.strategies.strategy import Loop
 
 __all__ = ["explain"]
@@ -52,43 +53,37 @@ class explain(ScopeDecorator):
     """The scope opens inside all other scopes, so that it sees what they do."""
 
     def __init__(self, *, report: str | None = None) -> None:
-        super().__init__()
         if report is not None and not os.path.isdir(os.path.dirname(report) or "."):
             raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
         self._report = report
 
-    def scope(self, call: Call) -> AbstractContextManager[Any]:
-        return _explained(self._report, module_of(call.function))
-
-
-@contextmanager
-def _explained(file: str | None, module: str | None) -> Iterator[None]:
-    loop = open_loop()
-    if loop is None:
-        yield
-        if rank() == 0 and world_size() == 1:
-            print(
-                "parwrap: one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start "
-                "several, as with --nproc-per-node 2",
-                file=sys.stderr,
-            )
-        return
-    watcher = _Watcher(loop)
-    patches = [
-        Patch(torch, "save", watcher.save),
-        Patch(builtins, "open", watcher.open),
-        Patch(builtins, "print", watcher.print),
-    ]
-    try:
-        with intercepting([watcher], module), installed(patches, module), parwraps_warnings() as watcher.warnings:
+    @contextmanager
+    def scope(self, call: Call) -> Iterator[None]:
+        loop = open_loop()
+        if loop is None:
             yield
-    finally:
-        if rank() == 0:
-            rows = watcher.rows()
-            _show(rows, watcher.warnings)
-            if file is not None:
-                with open(file, "w") as target:
-                    json.dump({"rows": rows, "warnings": watcher.warnings}, target, indent=1)
+            if world_size() == 1:
+                say(
+                    "one rank runs, so it reads, trains and writes as without parwrap, and there is nothing to explain: start several, as "
+                    "with --nproc-per-node 2"
+                )
+            return
+        watcher, module = _Watcher(loop), module_of(call.function)
+        patches = [
+            Patch(torch, "save", watcher.save),
+            Patch(builtins, "open", watcher.open),
+            Patch(builtins, "print", watcher.print),
+        ]
+        try:
+            with intercepting([watcher], module), installed(patches, module), parwraps_warnings() as watcher.warnings:
+                yield
+        finally:
+            if rank() == 0:
+                rows = watcher.rows()
+                _show(rows, watcher.warnings)
+                if self._report is not None:
+                    with open(self._report, "w") as target:
+                        json.dump({"rows": rows, "warnings": watcher.warnings}, target, indent=1)
 
 
 HEAD = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}
@@ -231,12 +226,11 @@ class _Watcher(Interceptor):
         return wrapped(*args, **kwargs)
 
     def open(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
-        file = args[0] if args else kwargs.get("file")
-        if isinstance(mode, str) and set(mode) & set("wax+") and isinstance(file, (str, os.PathLike)) and from_script(sys._getframe(1)):
+        call = Opening(wrapped, *args, **kwargs)
+        if call.writes and isinstance(call.file, (str, os.PathLike)) and from_script(sys._getframe(1)):
             row = self._row("open")
-            row.what, row.rule, row.change = f"rank 0 writes {os.path.basename(os.fspath(file))}", "8", "every_rank_writes()"
-        return wrapped(*args, **kwargs)
+            row.what, row.rule, row.change = f"rank 0 writes {os.path.basename(os.fspath(call.file))}", "8", "every_rank_writes()"
+        return call.run()
 
     def print(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         if from_script(sys._getframe(1)):

@@ -58,7 +58,6 @@ class hogwild(ScopeDecorator):
     def __init__(
         self, *, workers: int | None = None, lock: bool = False, timeout: float | timedelta | None = None, seed: int | None = None
     ) -> None:
-        super().__init__()
         workers = cores() if workers is None else workers
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise UsageError(f"workers={workers!r} is not a positive integer.")

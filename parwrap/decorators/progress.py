@@ -47,7 +47,6 @@ class progress(ScopeDecorator):
     layer = 90
 
     def __init__(self) -> None:
-        super().__init__()
         if find_spec("tqdm") is None:
             raise UsageError("progress shows a bar of tqdm, which is not installed: pip install 'parwrap[progress]'.")
 

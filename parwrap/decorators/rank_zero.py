@@ -52,7 +52,6 @@ class rank_zero_only(ScopeDecorator):
     """
 
     def __init__(self, *, local: bool = False, broadcast: bool = False) -> None:
-        super().__init__()
         if local and broadcast:
             raise UsageError(
                 "rank_zero_only(local=True, broadcast=True) does not say which node's result to use: remove one of the two options."
@@ -91,7 +90,6 @@ class rank_zero_first(ScopeDecorator):
     """
 
     def __init__(self, *, local: bool = False) -> None:
-        super().__init__()
         self._local = local
 
     @contextmanager
@@ -126,9 +124,6 @@ class every_rank_writes(ScopeDecorator):
     ...     with open(f"{folder}/losses-{rank()}.json", "w") as file:
     ...         json.dump([0.5], file)
     """
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def scope(self, call: Call) -> AbstractContextManager[Any]:
         return every_rank_writing()

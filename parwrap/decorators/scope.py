@@ -49,11 +49,14 @@ class ScopeDecorator:
     not_here: ClassVar[Mapping[str, str]] = {}
     """Advice for options that this decorator does not have, by the option's name."""
 
+    _entered: list[AbstractContextManager]
+
     def __new__(cls, function: Any = None, /, *others: Any, **options: Any) -> Any:
         for name in options:
             if name not in cls.option_names():
                 raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
         decorator = super().__new__(cls)
+        decorator._entered = []
         is_function = callable(function) or isinstance(function, classmethod)
         if function is None or (not is_function and cls._first_is_option()):
             return decorator
@@ -69,7 +72,7 @@ class ScopeDecorator:
         return f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.option_names()) or 'none'}."
 
     def __init__(self) -> None:
-        self._entered: list[AbstractContextManager] = []
+        """Subclasses take their options here."""
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:

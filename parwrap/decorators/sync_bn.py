@@ -47,7 +47,6 @@ class sync_bn(ScopeDecorator):
     layer = 10
 
     def __init__(self, *, process_group: dist.ProcessGroup | None = None, group_size: int | None = None) -> None:
-        super().__init__()
         self._process_group, self._group_size = process_group, group_size
         _check(process_group, group_size)
 

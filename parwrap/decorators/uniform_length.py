@@ -54,7 +54,6 @@ class uniform_length(ScopeDecorator):
     layer = 5
 
     def __init__(self, *, length: Any = None, pad_value: float | None = None, max_tokens: int | None = None, multiple_of: int = 1) -> None:
-        super().__init__()
         if length is not None and not callable(length) and not isinstance(length, (str, int, Sequence, torch.Tensor, np.ndarray)):
             raise UsageError(
                 f"length={length!r} does not describe the lengths of samples: pass a function that returns the length of a sample, the "

@@ -35,7 +35,7 @@ from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import Backward, intercepting
 from parwrap.launching.script import run_exit_handlers, run_target
 from parwrap.loop.optimizers import parameters_of
-from parwrap.loop.random_streams import FreshSeeds, get_states, seed_all
+from parwrap.loop.random_streams import RandomStreams, get_states, seed_all
 from parwrap.places import script_place
 from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
@@ -172,7 +172,7 @@ def recorded(settings: Settings) -> Iterator[None]:
         if settings.by_hand:
             interceptors.append(_ByHand())
         if world_size() == 1:
-            interceptors.append(_Seeds())
+            interceptors.append(RandomStreams(0))  # generators without a seed get one, as on ranks
             seed_all(settings.seed)
             folder = around.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
             around.enter_context(files_in_scratch(Path(folder)))
@@ -429,16 +429,6 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     step = stride(whole.numel())
     flat = real.reshape(-1, 2)[::step].reshape(-1) if whole.is_complex() else real.reshape(-1)[::step]
     return flat.to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)
-
-
-class _Seeds(Interceptor):
-    """Seeds generators that the script does not seed, in one process as ranks do."""
-
-    def __init__(self) -> None:
-        self._fresh = FreshSeeds()
-
-    def fresh_seed(self) -> int:
-        return self._fresh.next(torch.initial_seed())
 
 
 class _HandWritten(DistributedDataParallel):

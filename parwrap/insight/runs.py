@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from parwrap.errors import UsageError
+from parwrap.errors import ParwrapError, UsageError
 from parwrap.insight.recording import PRECISELY, Settings
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.plan import command_parser, look_for, unknown_option
 from parwrap.ranks.world import IN_SCRATCH
 
-__all__ = ["Asked", "Run", "asked_for", "run_in_scratch"]
+__all__ = ["Asked", "Run", "answered", "asked_for", "run_in_scratch"]
 
 SET_HERE = ("--nproc-per-node", "--nproc_per_node", "--seed", "-m", "--module")
 """Options of ``parwrap run`` that the commands set for each run."""
@@ -77,6 +77,18 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
             options += rest[:width]
         del rest[:width]
     return Asked(arguments, options, script)
+
+
+def answered(command: str, help_text: str, run: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Print the help of a ``command``, or ``run`` its command line ``argv``. Returns its exit code, 2 if it raises an error of parwrap."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(help_text, end="")
+        return 0
+    try:
+        return run(argv)
+    except ParwrapError as error:
+        print(f"parwrap {command}: {error}", file=sys.stderr)
+        return 2
 
 
 class Run(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parwrap.errors import LaunchError, ParwrapError, UsageError, counted
+from parwrap.errors import LaunchError, UsageError, counted
 from parwrap.insight.recording import WARM_UP, Settings
-from parwrap.insight.runs import Asked, asked_for, run_in_scratch
+from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
 from parwrap.ranks.device import gpu_count
 
 __all__ = ["Point", "expected", "main", "serial_part"]
@@ -82,15 +81,7 @@ def expected(serial: float, ranks: float) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line ``argv``. Returns its exit code, 2 if nothing can be measured."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
-    try:
-        _measure(argv)
-    except ParwrapError as error:
-        print(f"parwrap scaling: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return answered("scaling", HELP, _measure, argv)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +91,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def _measure(argv: Sequence[str]) -> None:
+def _measure(argv: Sequence[str]) -> int:
     asked = asked_for(argv, _add_options)
     given = asked.arguments
     sizes, gpus = _sizes(given.ranks), gpu_count()
@@ -121,6 +112,7 @@ def _measure(argv: Sequence[str]) -> None:
     if given.plot:
         _draw(points, given.plot)
     print(json.dumps([asdict(point) for point in points]) if given.json else _told(points))
+    return 0
 
 
 def _sizes(ranks: str) -> list[int]:

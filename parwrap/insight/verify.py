@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
@@ -18,12 +17,12 @@ from typing import Any
 from parwrap.decorators.distributed import distributed
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, scoped, undecorated
 from parwrap.decorators.sync_bn import sync_bn
-from parwrap.errors import ParwrapError, UsageError, counted
+from parwrap.errors import UsageError, counted
 from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
 from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared_with_ddp
 from parwrap.insight.recording import PRECISELY, Enough, Recorded, Settings, recorded, recorded_in
-from parwrap.insight.runs import Asked, asked_for, run_in_scratch
+from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
 from parwrap.ranks.environment import environment
 from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import IN_SCRATCH
@@ -145,7 +144,6 @@ class _Recording(ScopeDecorator):
     layer = 1000
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__()
         self._settings = settings
 
     def scope(self, call: Call) -> AbstractContextManager[None]:
@@ -154,14 +152,7 @@ class _Recording(ScopeDecorator):
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line ``argv``. Returns its exit code: 0 if the runs are equal, 1 if not, 2 if they cannot be compared."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
-    try:
-        return _verify(argv)
-    except ParwrapError as error:
-        print(f"parwrap verify: {error}", file=sys.stderr)
-        return 2
+    return answered("verify", HELP, _verify, argv)
 
 
 def _verify(argv: Sequence[str]) -> int:

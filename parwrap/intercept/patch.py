@@ -112,7 +112,7 @@ def _unwrap(patch: Patch, wrapped: Any) -> None:
 
 
 @contextmanager
-def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> Iterator[None]:
+def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch | AbstractContextManager]]) -> Iterator[None]:
     """Install the ``patches`` of a module once it exists: immediately, or as soon as something in the block imports it.
 
     Args:

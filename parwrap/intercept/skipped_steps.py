@@ -25,7 +25,7 @@ from parwrap.torch_private.tensors import version_of
 if TYPE_CHECKING:
     from parwrap.intercept.interceptor import Interceptor
 
-__all__ = ["closures", "is_image", "skipping"]
+__all__ = ["closures", "hooked", "is_image", "skipping"]
 
 MARK = "_parwrap_image"
 
@@ -55,7 +55,7 @@ def skipping(interceptor: Interceptor) -> list[Any]:
                 )
         before.clear()
 
-    return [_hooked(exchange), _hooked(check, after=True)]
+    return [hooked(exchange, first=True), hooked(check, after=True, first=True)]
 
 
 def closures(interceptor: Interceptor) -> list[Any]:
@@ -70,7 +70,7 @@ def closures(interceptor: Interceptor) -> list[Any]:
             name: exchanged if each is closure else each for name, each in kwargs.items()
         }
 
-    return [_hooked(exchange)]
+    return [hooked(exchange, first=True)]
 
 
 def is_image(optimizer: Any) -> bool:
@@ -103,10 +103,14 @@ def _image(optimizer: Optimizer) -> Any:
 
 
 @contextmanager
-def _hooked(hook: Any, after: bool = False) -> Iterator[None]:
-    """Inside the block, torch runs ``hook`` on every step: before the step or, with ``after``, after it, and before all other hooks."""
+def hooked(hook: Any, after: bool = False, first: bool = False) -> Iterator[None]:
+    """Inside the block, torch runs ``hook`` on every step: before the step or, with ``after``, after it; ``first`` of all hooks, or last.
+
+    ``step`` itself is not patched, because ``Optimizer.__init__`` wraps the ``step`` of each class that it sees for the first time.
+    """
     handle = (register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook)(hook)
-    (global_post_hooks if after else global_pre_hooks).move_to_end(handle.id, last=False)
+    if first:
+        (global_post_hooks if after else global_pre_hooks).move_to_end(handle.id, last=False)
     try:
         yield
     finally:

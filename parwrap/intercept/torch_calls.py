@@ -12,8 +12,8 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -27,12 +27,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed, is_patched, when_imported
-from parwrap.intercept.skipped_steps import closures, is_image, skipping
+from parwrap.intercept.skipped_steps import closures, hooked, is_image, skipping
 from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata, is_transformed
@@ -493,25 +492,12 @@ def _built(interceptor: Interceptor) -> Patches:
     return [Patch(Optimizer, "add_param_group", add_param_group)]
 
 
-@contextmanager
-def _hooked(hook: Callable[[Optimizer], Any], register: Callable) -> Iterator[None]:
-    """Call ``hook`` at each step of an optimizer inside the block, by the hook of torch that ``register`` adds.
-
-    ``step`` itself is not patched, because ``Optimizer.__init__`` wraps the ``step`` of each class that it sees for the first time.
-    """
-    handle = register(lambda optimizer, args, kwargs: None if is_image(optimizer) else hook(optimizer))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _step(interceptor: Interceptor) -> Patches:
-    return [_hooked(interceptor.step, register_optimizer_step_pre_hook)]
+    return [hooked(lambda optimizer, args, kwargs: None if is_image(optimizer) else interceptor.step(optimizer))]
 
 
 def _stepped(interceptor: Interceptor) -> Patches:
-    return [_hooked(interceptor.stepped, register_optimizer_step_post_hook)]
+    return [hooked(lambda optimizer, args, kwargs: None if is_image(optimizer) else interceptor.stepped(optimizer), after=True)]
 
 
 def _scaler_step(interceptor: Interceptor) -> Patches:

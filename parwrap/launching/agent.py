@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, FileStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -118,7 +117,7 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
             nodes.leave(signalled.sigval)
             handled = processes and all(process.exitcode == 0 for process in processes)  # by the script, on every rank
             return 0 if handled else 128 + signalled.sigval, False
-        except (RendezvousError, DistError) as error:
+        except (RendezvousError, dist.DistError) as error:
             raise LaunchError(_rendezvous_failure(plan, error)) from error
     return 0, False
 
@@ -151,7 +150,7 @@ class _OneNode(RendezvousHandler):
             self._variables[INIT_METHOD] = f"{ONE_NODE}://job/{self._job}/{self._starts}"
         self._starts += 1
         on_disk = not hasattr(dist, "HashStore")  # Windows
-        store = FileStore(str(private_folder() / self._job / f"agent-{self._starts}"), 1) if on_disk else dist.HashStore()
+        store = dist.FileStore(str(private_folder() / self._job / f"agent-{self._starts}"), 1) if on_disk else dist.HashStore()
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def get_backend(self) -> str:
@@ -181,7 +180,7 @@ class _OneNodeWithPort(_OneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server(("127.0.0.1", 0))
         address, port = listener.getsockname()
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, port))
 
 

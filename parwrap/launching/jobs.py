@@ -15,7 +15,7 @@ from parwrap.launching.command_line import UnknownOptionError, parse_options, sp
 from parwrap.launching.job_launchers import HOMES, launcher_named, launchers_with
 from parwrap.launching.plan import LaunchPlan, command_parser, plan_launch, unknown_option
 
-__all__ = ["Job", "launch_job", "print_line", "requested_job"]
+__all__ = ["Job", "print_line", "requested_job"]
 
 RENDEZVOUS_OPTIONS = (
     *("nnodes", "node_rank", "master_addr", "master_port", "local_addr"),
@@ -109,15 +109,6 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
         options=options,
         dry_run=arguments.dry_run,
     )
-
-
-def launch_job(job: Job) -> int:
-    """Start ``job`` and return its exit code.
-
-    Raises:
-        UsageError, LaunchError: the launcher cannot start the job.
-    """
-    return launcher_named(job.launcher).launch(job)
 
 
 def print_line(what: str) -> None:

@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from parwrap.errors import LaunchError
 from parwrap.launching.failures import Failure, node_name, read_failures
 from parwrap.launching.routes import interface_variables, listener
+from parwrap.ranks.environment import environment
 from parwrap.ranks.processes import signal_name
 from parwrap.ranks.store import SignedStore
 from parwrap.torch_private.elastic import agent_store, remaining_restarts, set_remaining_restarts
@@ -32,6 +33,9 @@ __all__ = ["Nodes"]
 
 REPORT_WAIT = 3.0
 """Seconds that a node waits after a failure for the reports of the other nodes."""
+
+STORES_APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Keeps the ranks' store apart from the rendezvous store. Otherwise a node that joins later would wait forever for a notification."""
 
 POLLING = 0.1
 """Seconds between two checks of the store, for reports and other messages."""
@@ -75,7 +79,7 @@ class Nodes:
         self._store = None
         while True:
             try:
-                with _ranks_store_apart(), self._waiting(agent.get_worker_group().spec.rdzv_handler):
+                with environment(STORES_APART), self._waiting(agent.get_worker_group().spec.rdzv_handler):
                     wrapped(*args, **kwargs)
                 store = self._agree(agent)
                 break
@@ -246,17 +250,3 @@ class Nodes:
         assert self._store is not None
         while not self._store.has(*keys) and time.monotonic() < until:
             time.sleep(POLLING)
-
-
-@contextmanager
-def _ranks_store_apart() -> Iterator[None]:
-    """Keep the ranks' store apart from the rendezvous store: otherwise a node that joins later would wait forever for a notification."""
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

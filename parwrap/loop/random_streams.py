@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ALL", "NONE", "TRAINING", "FreshSeeds", "RandomStreams", "get_states", "seed_all", "set_states"]
+from parwrap.intercept.interceptor import Interceptor
+
+__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states", "states_kept"]
 
 Libraries = frozenset[str]
 
@@ -42,24 +44,6 @@ def _own_seed(seed: int, rank: int) -> int:
     state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
     later = 0 if _begun_at.setdefault(seed, state) == state else state
     return (seed + rank + later * ANOTHER_SCOPE) % 2**63
-
-
-class FreshSeeds:
-    """Seeds for generators that the script makes without one, such as ``numpy.random.default_rng()``.
-
-    They are computed and not drawn, so torch's stream is where it would be in one process.
-
-    >>> FreshSeeds().next(7) == FreshSeeds().next(7) != FreshSeeds().next(8)
-    True
-    """
-
-    def __init__(self) -> None:
-        self._given = 0
-
-    def next(self, seed: int) -> int:
-        """The next seed, of 62 bits. It depends on ``seed``, that of torch's streams, and on how many were given before."""
-        self._given += 1
-        return random.Random(f"{seed} {self._given}").getrandbits(62)
 
 
 def seed_all(seed: int) -> None:
@@ -117,8 +101,8 @@ class _Python:
         return random.Random(seed).getstate()
 
 
-class RandomStreams:
-    """The two sets of streams of one rank.
+class RandomStreams(Interceptor):
+    """The two sets of streams of one rank. Both are seeded when the script seeds.
 
     Args:
         rank: this rank; its own streams are seeded with the shared seed plus ``rank``.
@@ -137,7 +121,7 @@ class RandomStreams:
         self._own: Libraries = NONE
         self._kept: dict[str, Any] = {}
         self._shared_seed: int | None = None
-        self._fresh = FreshSeeds()
+        self._fresh = 0  # how many seeds were made for generators without one
         self._before_seed: Any = None  # torch's shared stream before the script seeded in a training pass
 
     def seed(self) -> int:
@@ -147,8 +131,12 @@ class RandomStreams:
         return torch.initial_seed()
 
     def fresh_seed(self) -> int:
-        """A seed for a generator without one: the same on all ranks where torch draws the same, else this rank's own."""
-        return self._fresh.next(self.seed() + (self._rank if "torch" in self._own else 0))
+        """A seed for a generator without one: the same on all ranks where torch draws the same, else this rank's own.
+
+        It is computed and not drawn, so torch's stream is where it would be in one process.
+        """
+        self._fresh += 1
+        return random.Random(f"{self.seed() + (self._rank if 'torch' in self._own else 0)} {self._fresh}").getrandbits(62)
 
     @property
     def own(self) -> Libraries:
@@ -188,12 +176,12 @@ class RandomStreams:
         own = _own_seed(self._shared_seed, self._rank)
         self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
-    def script_restored(self) -> None:
+    def restored(self) -> None:
         """The script has set torch's state, as ``fork_rng`` does at its end: undo a seed of this pass on the shared stream too."""
         if self._before_seed is not None and "torch" in self._own:
             self._kept["torch"], self._before_seed = self._before_seed, None
 
-    def script_seeded(self, library: str) -> None:
+    def seeded(self, library: str) -> None:
         """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
         if library == "torch":
             _begun_at.pop(torch.initial_seed(), None)
@@ -244,3 +232,13 @@ def set_states(states: tuple[Any, ...]) -> None:
     random.setstate(pythons)
     if gpu is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(gpu)
+
+
+@contextmanager
+def states_kept() -> Iterator[None]:
+    """Restore the states of the streams after the block."""
+    states = get_states()
+    try:
+        yield
+    finally:
+        set_states(states)

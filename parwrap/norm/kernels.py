@@ -6,11 +6,11 @@ statistics. The GPU kernels are those of ``torch.nn.SyncBatchNorm``. ``forward_b
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Kernels", "Reduced", "Running", "Whole", "accumulated", "kernels_for"]
+__all__ = ["Reduced", "Running", "Whole", "accumulated", "kernels_for"]
 
 
 class Whole(NamedTuple):
@@ -51,33 +51,6 @@ class Reduced(NamedTuple):
     partial: torch.Tensor | None = None
 
 
-class Kernels(Protocol):
-    """The steps of a batch normalization."""
-
-    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` in a dtype and a layout for the other steps."""
-
-    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """A vector with two numbers per channel, and at the end the number of values per channel in ``x``."""
-
-    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
-        """Compute the statistics of the whole batch from those of the ranks, and update the running statistics."""
-
-    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
-        """The statistics that :meth:`merged` returned, from the first two of them."""
-
-    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
-        """The output for ``x``, which is not empty."""
-
-    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
-        """The first half of the backward: this rank's sums, and the gradients of the weight and the bias."""
-
-    def grad_input(
-        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
-    ) -> torch.Tensor:
-        """The second half of the backward, given the sums over all ranks: the gradient of ``x``, which is not empty."""
-
-
 class _OnCPU:
     """Torch's CPU kernels. ``Whole.merged`` is the mean and the biased variance.
 
@@ -85,15 +58,18 @@ class _OnCPU:
     """
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in a dtype and a layout for the other steps."""
         return tensor if tensor.dtype == torch.float64 else tensor.float()
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """A vector with two numbers per channel, and at the end the number of values per channel in ``x``."""
         if not x.numel():
             return x.new_zeros(2 * x.size(1) + 1, dtype=torch.float64)
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         return torch.cat([mean, var, torch.tensor([x.numel() // x.size(1)], dtype=torch.float64)])
 
     def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
+        """Compute the statistics of the whole batch from those of the ranks, and update the running statistics."""
         channels = x.size(1)
         parts = rows[:, -1] / total
         mean, var, _ = (parts @ rows).split([channels, channels, 1])
@@ -104,13 +80,16 @@ class _OnCPU:
         return mean, var
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        """The statistics that :meth:`merged` returned, from the first two of them."""
         return mean, spread
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
+        """The output for ``x``, which is not empty."""
         mean, var = whole.merged
         return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, whole.eps)[0]
 
     def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
+        """The first half of the backward: this rank's sums, and the gradients of the weight and the bias."""
         mean, var = whole.merged
         if not x.numel():
             nothing = torch.zeros_like(mean)
@@ -123,6 +102,7 @@ class _OnCPU:
     def grad_input(
         self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
     ) -> torch.Tensor:
+        """The second half of the backward, given the sums over all ranks: the gradient of ``x``, which is not empty."""
         assert reduced.partial is not None
         mean, var = whole.merged
         scale = (var + whole.eps).rsqrt_().div_(whole.total)
@@ -178,7 +158,7 @@ class _OnGPU:
         return torch.batch_norm_backward_elemt(grad, x, mean, invstd, _like(weight, mean), sum_grad, sum_grad_centered, counts)
 
 
-def kernels_for(x: torch.Tensor) -> Kernels:
+def kernels_for(x: torch.Tensor) -> _OnCPU | _OnGPU:
     """The kernels for the device type of ``x``."""
     return _GPU if x.is_cuda else _CPU
 

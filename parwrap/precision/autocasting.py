@@ -7,7 +7,7 @@ parwrap's autocast, so with the cache every step would compute with the weights 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,14 +49,9 @@ class Autocasting(Interceptor):
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
-    @contextmanager
-    def off_for_data(self) -> Iterator[None]:
+    def off_for_data(self) -> AbstractContextManager[None]:
         """Turn parwrap's autocast off inside the block, where data is drawn. An autocast of the script stays as it is."""
-        if self._user_managed:
-            yield
-            return
-        with self._off():
-            yield
+        return nullcontext() if self._user_managed else self._off()
 
     def backward(self, call: Backward) -> None:
         self._on_again()  # a step that raised has not reported its end

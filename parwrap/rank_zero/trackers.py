@@ -6,16 +6,13 @@ wandb has a mode for this. mlflow has none, so such a rank logs to a temporary d
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from parwrap.intercept.import_hooks import imports_watched
-from parwrap.intercept.patch import Patch, installed
+from parwrap.intercept.patch import Patch, when_imported
 from parwrap.ranks.environment import environment
 
 __all__ = ["trackers_silent"]
@@ -30,32 +27,21 @@ VARIABLES = {"WANDB_MODE": "disabled", "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLO
 @contextmanager
 def trackers_silent() -> Iterator[None]:
     """Inside the block, nothing that this process logs with wandb or mlflow reaches a server or the directory of the script."""
-    with ExitStack() as stack:
-        stack.enter_context(environment({**VARIABLES, "MLFLOW_TRACKING_URI": os.environ.get("MLFLOW_TRACKING_URI")}))
-        for name, silent in {"wandb": _wandb, "mlflow": _mlflow}.items():
-            begin = partial(_begin, stack, silent)
-            if name in sys.modules:
-                begin(sys.modules[name])
-            else:
-                stack.enter_context(imports_watched(name, begin))
+    variables = {**VARIABLES, "MLFLOW_TRACKING_URI": os.environ.get("MLFLOW_TRACKING_URI")}
+    with environment(variables), when_imported("wandb", _wandb), when_imported("mlflow", _mlflow):
         yield
 
 
-def _begin(stack: ExitStack, silent: Callable[[Any], AbstractContextManager[None]], module: Any) -> None:
-    stack.enter_context(silent(module))
-
-
-def _wandb(wandb: Any) -> AbstractContextManager[None]:
+def _wandb(wandb: Any) -> list[Patch]:
     """``wandb.init`` is disabled. Its argument ``mode`` would win over the variable."""
 
     def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         return wrapped(*args, **{**kwargs, "mode": "disabled"})
 
-    return installed([Patch(wandb, "init", init)])
+    return [Patch(wandb, "init", init)]
 
 
-@contextmanager
-def _mlflow(mlflow: Any) -> Iterator[None]:
+def _mlflow(mlflow: Any) -> list[Patch | AbstractContextManager]:
     """mlflow logs to a temporary directory, whatever the script sets. A run that the script resumes is a new one there."""
 
     def set_tracking_uri(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
@@ -67,12 +53,15 @@ def _mlflow(mlflow: Any) -> Iterator[None]:
     def set_experiment(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         return wrapped(args[0] if args else kwargs.get("experiment_name") or "Default")
 
-    patches = [Patch(mlflow, each.__name__, each) for each in (set_tracking_uri, start_run, set_experiment)]
+    return [_elsewhere(mlflow), *(Patch(mlflow, each.__name__, each) for each in (set_tracking_uri, start_run, set_experiment))]
+
+
+@contextmanager
+def _elsewhere(mlflow: Any) -> Iterator[None]:
     before = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
     with tempfile.TemporaryDirectory(prefix="parwrap-mlflow-", ignore_cleanup_errors=True) as folder:
         mlflow.set_tracking_uri(Path(folder).as_uri())
         try:
-            with installed(patches):
-                yield
+            yield
         finally:
             mlflow.set_tracking_uri(before)

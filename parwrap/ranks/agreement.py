@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from parwrap.errors import LockstepError
 from parwrap.places import script_place
 from parwrap.ranks.group import Group
 
-__all__ = ["agree", "home"]
+__all__ = ["agree", "agree_on", "first_other", "home"]
 
 CPU = torch.device("cpu")
 
@@ -24,9 +25,9 @@ BITS = 62
 def agree(
     group: Group,
     kind: str,
-    digest: int,
-    details: Callable[[], object],
-    error: Callable[[list[Any]], Exception | None],
+    digest: int = 0,
+    details: Callable[[], object] = lambda: None,
+    error: Callable[[list[Any]], Exception | None] = lambda all_ranks: None,
 ) -> list[Any] | None:
     """Return once all ranks have called this with the same ``kind`` and ``digest``.
 
@@ -61,6 +62,20 @@ def agree(
     if (raised := error(found)) is not None:
         raise raised
     return found
+
+
+def agree_on(group: Group, kind: str, value: object, error: Callable[[list[Any]], Exception | None]) -> list[Any] | None:
+    """:func:`agree` on a ``value`` that pickles, and whose ``repr`` is equal on ranks that agree."""
+    return agree(group, kind, crc32(repr(value).encode()), lambda: value, error)
+
+
+def first_other(all_ranks: Sequence[Any]) -> tuple[int, Any]:
+    """The first rank that differs from rank 0, and what it has.
+
+    >>> first_other(["a", "a", "b"])
+    (2, 'b')
+    """
+    return next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
 
 
 def home(group: Group) -> torch.device:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.ranks.agreement import agree, home
+from parwrap.ranks.agreement import agree, first_other, home
 from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
 from parwrap.ranks.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
 from parwrap.ranks.world import detect
@@ -199,13 +199,13 @@ def _detached(leaf: Any) -> Any:
 
 def _met(name: str, group: Group) -> None:
     """Return once all ranks are in the collective ``name``, whatever their arguments."""
-    agree(group, f"parwrap.{name}", 0, lambda: None, lambda details: None)
+    agree(group, f"parwrap.{name}")
 
 
 def _different_sources(sources: list[int]) -> RankMismatchError:
-    other = next(rank for rank, source in enumerate(sources) if source != sources[0])
+    rank, other = first_other(sources)
     return RankMismatchError(
-        f"parwrap.broadcast() got src={sources[0]} on rank 0 and src={sources[other]} on rank {other}, but only one rank can send. Pass "
+        f"parwrap.broadcast() got src={sources[0]} on rank 0 and src={other} on rank {rank}, but only one rank can send. Pass "
         "the same src on every rank."
     )
 

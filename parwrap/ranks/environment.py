@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
-__all__ = ["environment"]
+__all__ = ["environment", "without"]
 
 
 @contextmanager
@@ -25,6 +25,11 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def without(names: Iterable[str]) -> AbstractContextManager[None]:
+    """Unset the variables ``names`` inside the block. One that is not set now is left as the block leaves it."""
+    return environment({name: None for name in names if name in os.environ})
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

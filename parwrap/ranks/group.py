@@ -37,6 +37,7 @@ __all__ = [
     "opened",
     "rank",
     "reading_stream",
+    "say",
     "within",
     "world_size",
 ]
@@ -242,8 +243,23 @@ def _world() -> World:
             "an IterableDataset asks for the rank or the number of ranks while it is read, to divide itself, but parwrap divides it too: "
             "each rank takes every N-th sample. Wrap its loader in parwrap.replicate(loader), so that each rank reads all that it yields."
         )
-    group = open_group()
-    return group.world if group else _outside or detect(os.environ)
+    return _world_now()
+
+
+def _world_now() -> World:
+    if _current is not None:
+        return _current.world
+    if _outside is None and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    return _outside or detect(os.environ)
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0, above progress bars; also while a stream is read."""
+    if _world_now().rank == 0:
+        bars = sys.modules.get("tqdm")  # a bar that is shown would be on the same line
+        with bars.tqdm.external_write_mode(sys.stderr) if bars is not None else nullcontext():
+            print(f"parwrap: {text}", file=sys.stderr)
 
 
 def rank() -> int:

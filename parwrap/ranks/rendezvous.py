@@ -16,7 +16,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from parwrap.errors import LaunchError
+from parwrap.ranks.environment import environment
 from parwrap.ranks.launchers import LOOPBACK
 from parwrap.ranks.platform import OPEN_OWN, is_private, lock, unlock, user
 from parwrap.ranks.store import SignedStore
@@ -89,16 +90,9 @@ def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
         rendezvous.close()
 
 
-@contextmanager
-def on_loopback(world: World) -> Iterator[None]:
+def on_loopback(world: World) -> AbstractContextManager[None]:
     """Inside the block, ranks that are all on one node listen only on its loopback interface, unless the user has set another."""
-    names = [name for name in LOOPBACK if name not in os.environ] if world.on_one_node else []
-    os.environ.update({name: LOOPBACK[name] for name in names})
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
+    return environment({name: value for name, value in LOOPBACK.items() if world.on_one_node and name not in os.environ})
 
 
 def _placed(world: World, store: SignedStore) -> World:

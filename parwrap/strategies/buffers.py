@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from parwrap.errors import RankMismatchError
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.group import Group
 from parwrap.torch_private.modules import NormBase, registered_buffers
 from parwrap.torch_private.tensors import version_of
@@ -134,7 +133,7 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
     shapes = [(buffer.name, str(tensor.dtype), tuple(tensor.shape)) for buffer in buffers if (tensor := buffer.tensor()) is not None]
 
     def error(all_ranks: list[Any]) -> Exception:
-        rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+        rank, theirs = first_other(all_ranks)
         mine = all_ranks[0]
         if len(mine) != len(theirs):
             differ = f"{len(mine)} on rank 0 and {len(theirs)} on rank {rank}"
@@ -147,4 +146,4 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
             "rank 0 does into a function decorated with @parwrap.rank_zero_only."
         )
 
-    agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)
+    agree_on(group, kind, shapes, error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
@@ -25,6 +24,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.places import script_place, warn
 from parwrap.ranks import group as groups
+from parwrap.ranks.group import say
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.pieces import Pieces, in_whole, whole
 from parwrap.strategies.replicas import is_undivided, replicas, run_together, undivided
@@ -119,7 +119,7 @@ class DataParallel(Interceptor):
 @functools.cache
 def _say_division(model: str, devices: Sequence[torch.device]) -> None:
     """Print that the batches of a model are divided, once for each model class and list of devices."""
-    print(f"parwrap: 1 process on {', '.join(map(str, devices))}: each batch of {model} is divided", file=sys.stderr)
+    say(f"1 process on {', '.join(map(str, devices))}: each batch of {model} is divided")
 
 
 def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> UsageError:

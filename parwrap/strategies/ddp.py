@@ -52,14 +52,14 @@ class DDP(Strategy):
             torch.zeros((), requires_grad=True).sum()
 
     def _new_sites(self, new_set: Callable[[], None]) -> Sites:
-        return Sites(self._loop, new_set)
+        return Sites(self.loop, new_set)
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average the gradients that it leaves, except inside ``no_sync``."""
         if self._thread is not None:
             if not self._in_running_backward():
                 raise self._two_threads()
-            self._loop.divisors.weigh(call)
+            self.loop.divisors.weigh(call)
             call.run()  # inside of another backward, as re-entrant checkpoints do it
             return
         self._thread = threading.current_thread()
@@ -67,10 +67,10 @@ class DDP(Strategy):
             self._run(call)
         finally:
             self._thread = None
-        self._loop.passes.ran_backward()
+        self.loop.passes.ran_backward()
 
     def _run(self, call: Backward) -> None:
-        loop = self._loop
+        loop = self.loop
         self._check_backward()
 
         # how much does this rank's part of the batch count?
@@ -121,7 +121,7 @@ class DDP(Strategy):
         self._buffers.after_backward()
 
     def _check_backward(self) -> None:
-        self._loop.optimizers.check_backward()
+        self.loop.optimizers.check_backward()
         if is_alone():
             raise refuse_alone()
 
@@ -146,16 +146,16 @@ class DDP(Strategy):
                 averager.has_local = True
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
-        bits = torch.tensor([float(p.grad is not None) for p in parameters], device=self._loop.group.device)
-        with self._loop.group.control_message("the gradients of an accumulated step"):
+        bits = torch.tensor([float(p.grad is not None) for p in parameters], device=self.loop.group.device)
+        with self.loop.group.control_message("the gradients of an accumulated step"):
             average_now(parameters, bits)
 
     def begins_pass(self, trains: bool) -> None:
         """Compare the weights before some training passes, and before other passes that follow a step; these also get rank 0's buffers."""
         if trains:
             self._weights.begins_pass()
-        elif self._synced_steps != self._loop.optimizers.steps and not is_alone():
-            self._synced_steps = self._loop.optimizers.steps
+        elif self._synced_steps != self.loop.optimizers.steps and not is_alone():
+            self._synced_steps = self.loop.optimizers.steps
             self._weights.check()
             self._buffers.begins_whole()
 
@@ -168,7 +168,7 @@ class DDP(Strategy):
         self._sites.moved()
 
     def metric(self, metric: Any) -> Any:
-        return rank_zeros(self._loop.group, metric)
+        return rank_zeros(self.loop.group, metric)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step inside a backward: gradients are not averaged yet."""
@@ -179,7 +179,7 @@ class DDP(Strategy):
             )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._loop.optimizers.is_of_batch(optimizer):
+        if not self.loop.optimizers.is_of_batch(optimizer):
             self._weights.after_step(optimizer)
 
     def end(self) -> None:

@@ -25,7 +25,7 @@ from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, call_site, script_place, warn
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, first_other
 from parwrap.ranks.group import Group
 from parwrap.strategies.compression import compressing
 from parwrap.strategies.ddp_averager import GradientAverager, average_now
@@ -291,7 +291,7 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
 
 
 def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
-    rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    rank, theirs = first_other(all_ranks)
     mine = all_ranks[0]
     if len(mine) != len(theirs):
         differ = f"{len(mine)} parameters on rank 0 and {len(theirs)} on rank {rank}"

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward, Clip
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, agree_on, first_other
 from parwrap.ranks.group import is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
@@ -72,7 +71,7 @@ class FSDP(DDP):
         self._in_forward = False
 
     def _new_sites(self, new_set: Callable[[], None]) -> _Sites:
-        return _Sites(self._loop, new_set, self._alive)
+        return _Sites(self.loop, new_set, self._alive)
 
     # forwards
 
@@ -94,15 +93,15 @@ class FSDP(DDP):
         finally:
             self._in_forward = False
             if self._models:
-                self._loop.same_step.positions.run()
+                self.loop.same_step.positions.run()
 
     def _shard(self, module: nn.Module) -> None:
         """Shard the parameters of ``module``, on all ranks together, if an optimizer has one that can be sharded and is not yet."""
-        optimizers = self._loop.optimizers
+        optimizers = self.loop.optimizers
         if self._seen.get(module) == optimizers.generation:
             return
         self._seen[module] = optimizers.generation
-        owners, device, parameters = optimizers.owners(), self._loop.group.device, dict(module.named_parameters())
+        owners, device, parameters = optimizers.owners(), self.loop.group.device, dict(module.named_parameters())
         if module in self._inner or isinstance(module, torch.jit.ScriptModule) or any(map(is_lazy, parameters.values())):
             return
         if not any(id(p) in owners and can_be_sharded(p, device) for p in parameters.values()):
@@ -111,9 +110,9 @@ class FSDP(DDP):
         with torch.inference_mode(False):
             self._make_alike(module, {name: p for name, p in parameters.items() if not is_sharded(p)})
             self._sites.close()
-            inside = [unit for unit in units(module, self._loop.options().wrap) if unit not in self._inner]
+            inside = [unit for unit in units(module, self.loop.options().wrap) if unit not in self._inner]
             whole = unsharded(module, inside, device)
-            model = ShardedModel(module, inside, whole, self._mesh_of(device), self._loop.same_step.sends, self._tensors.whole)
+            model = ShardedModel(module, inside, whole, self._mesh_of(device), self.loop.same_step.sends, self._tensors.whole)
             self._models.append(weakref.ref(model))  # the hooks on its modules hold it
             self._inner.update(module.modules())
             self._sites.in_shards = {
@@ -133,7 +132,7 @@ class FSDP(DDP):
         place, mine = script_place(), [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
 
         def error(all_ranks: list[Any]) -> Exception:
-            rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+            rank, theirs = first_other(all_ranks)
             pairs = zip([*all_ranks[0], "nothing"], [*theirs, "nothing"], strict=False)
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
             return RankMismatchError(
@@ -141,14 +140,14 @@ class FSDP(DDP):
                 "same model and optimizer on every rank, outside of training passes or inside `with parwrap.same_draws():`."
             )
 
-        agree(self._loop.group, "sharding a model", crc32(repr(mine).encode()), lambda: mine, error)
-        made_equal(self._loop.group, list(named.values()), at="forward")
+        agree_on(self.loop.group, "sharding a model", mine, error)
+        made_equal(self.loop.group, list(named.values()), at="forward")
 
     def _mesh_of(self, device: torch.device) -> DeviceMesh:
         if self._mesh is None:
             if device.type == "cuda":  # else the mesh takes the GPU number LOCAL_RANK, but this rank sees only one
                 torch.cuda.set_device(device)
-            self._mesh = init_device_mesh(device.type, (self._loop.group.world.size,))
+            self._mesh = init_device_mesh(device.type, (self.loop.group.world.size,))
         return self._mesh
 
     def _alive(self) -> list[ShardedModel]:
@@ -199,12 +198,12 @@ class FSDP(DDP):
         """Clip by the norm over all ranks, and return this norm as a plain tensor."""
         if clip.name != "clip_grad_norm_" or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
-        return clip_by_norm(clip, self._loop.group, *clip.args, **clip.kwargs)
+        return clip_by_norm(clip, self.loop.group, *clip.args, **clip.kwargs)
 
     # steps
 
     def built(self, optimizer: Optimizer) -> None:
-        if not is_alone() and not self._loop.optimizers.is_of_batch(optimizer):
+        if not is_alone() and not self.loop.optimizers.is_of_batch(optimizer):
             refuse_one_vector(optimizer, "fsdp")
 
     def step(self, optimizer: Optimizer) -> None:
@@ -225,7 +224,7 @@ class FSDP(DDP):
 
     def _meet(self, optimizer: Optimizer) -> None:
         ref = weakref.ref(optimizer)
-        if ref not in self._optimizers and not self._loop.optimizers.is_of_batch(optimizer):
+        if ref not in self._optimizers and not self.loop.optimizers.is_of_batch(optimizer):
             self._optimizers.append(ref)
 
     # what a script sees
@@ -262,10 +261,10 @@ class FSDP(DDP):
 
     def make_whole(self) -> None:
         """Gather on every rank the models and the optimizers' states that all ranks still hold."""
-        group = self._loop.group
+        group = self.loop.group
         models, optimizers = [ref() for ref in self._models], [ref() for ref in self._optimizers]
         held = torch.tensor([each is not None for each in (*models, *optimizers)], dtype=torch.int64)
-        agree(group, "making models whole", len(held), lambda: None, lambda all_ranks: None)
+        agree(group, "making models whole", len(held))
         with group.control_message("making models whole"):
             dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
         everywhere = held.bool().tolist()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
 from parwrap.rank_zero.path_rules import passing
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, agree_on
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.platform import OPEN_OWN, lock_for_process, shared_memory, unlock_for_process
 from parwrap.strategies.buffers import Buffers
@@ -63,16 +62,16 @@ class Hogwild(Strategy):
         """Run ``call``, whose gradients stay on this rank; before that, move weights that are not shared yet into shared memory."""
         if is_alone():
             raise refuse_alone()
-        optimizers = self._loop.optimizers
+        optimizers = self.loop.optimizers
         optimizers.check_backward()
         self._train_on()
         if not self._weights.put_back() or self._generation != optimizers.generation:
             self._share()
         call.run()
-        self._loop.passes.ran_backward()
+        self.loop.passes.ran_backward()
 
     def _share(self) -> None:
-        loop = self._loop
+        loop = self.loop
         owned = {id(p): p for optimizer in loop.optimizers.all() for p in parameters_of(optimizer)}
         if not owned:
             raise UsageError(
@@ -98,7 +97,7 @@ class Hogwild(Strategy):
     def stepped(self, optimizer: Optimizer) -> None:
         """Move parameters back into shared memory, because some steps replace their tensors; then release the lock."""
         self._weights.put_back()
-        self._loop.same_step.passed(script_place())
+        self.loop.same_step.passed(script_place())
         if self._lock and len(stepping()) == 1:
             self._lock.release()
 
@@ -123,7 +122,7 @@ class Hogwild(Strategy):
     def set_mode(self, module: nn.Module, training: bool) -> None:
         if not training and not is_alone():
             self._buffers.put_in_eval(module)
-            if self._loop.optimizers.evaluate():
+            if self.loop.optimizers.evaluate():
                 self._evaluate()
 
     def _evaluate(self) -> None:
@@ -141,10 +140,10 @@ class Hogwild(Strategy):
     def _meet(self, kind: str) -> None:
         self._weights.put_back()
         with self._others_step():
-            agree(self._loop.group, kind, 0, lambda: None, lambda details: None)
+            agree(self.loop.group, kind)
 
     def metric(self, metric: Any) -> Any:
-        return rank_zeros(self._loop.group, metric)
+        return rank_zeros(self.loop.group, metric)
 
     def end(self) -> None:
         self._meet("the end of training")
@@ -261,7 +260,7 @@ class _SharedWeights:
             compare(datas)
             return None
 
-        agree(self._group, "sharing the parameters of optimizers", crc32(repr(about).encode()), lambda: about, error)
+        agree_on(self._group, "sharing the parameters of optimizers", about, error)
         made_equal(self._group, parameters)
         memory = self._memory(max(place.begin + place.size for place in places))
         for p, place in zip(parameters, places, strict=True):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place, warn
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.ddp_sites import made_equal
@@ -94,7 +93,7 @@ class LocalSGD(DDP):
             super()._run(call)
             return
         self._check_backward()
-        loop = self._loop
+        loop = self.loop
         if self._stepped:
             self._batches.clear()
             self._stepped = False
@@ -111,7 +110,7 @@ class LocalSGD(DDP):
 
         A step does not count if one rank runs alone, if its optimizer belongs to a batch, or if it is a part of another step (Lookahead).
         """
-        if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
+        if is_alone() or self.loop.optimizers.is_of_batch(optimizer):
             return False
         ids = {id(p) for p in parameters_of(optimizer)} if len(around := stepping()[1:]) else set()
         return not any(id(p) in ids for each in around for p in parameters_of(each))
@@ -132,9 +131,9 @@ class LocalSGD(DDP):
         if current.known != len(parameters):
             current.known = len(parameters)
             kinds = [(tuple(p.shape), str(p.dtype)) for p in parameters]
-            agree(self._loop.group, "the first step of an optimizer", crc32(repr(kinds).encode()), lambda: kinds, _different_weights)
-            made_equal(self._loop.group, parameters, at="step")
-        current.begin(optimizer, outer=self._loop.options().outer is not None)
+            agree_on(self.loop.group, "the first step of an optimizer", kinds, _different_weights)
+            made_equal(self.loop.group, parameters, at="step")
+        current.begin(optimizer, outer=self.loop.options().outer is not None)
 
     def stepped(self, optimizer: Optimizer) -> None:
         if not self._counts(optimizer):
@@ -163,15 +162,15 @@ class LocalSGD(DDP):
         current.weight += fmean(self._batches) if self._batches else 1.0
         self._counted += 1
         self._stepped = True
-        self._loop.same_step.passed(script_place())
-        if current.steps >= self._loop.options().every:
+        self.loop.same_step.passed(script_place())
+        if current.steps >= self.loop.options().every:
             self._average([(optimizer, current)])
 
     def _warm(self, optimizer: Optimizer) -> None:
         """Count a step of the warmup. Optimizers with the same first parameter, such as one built anew, share their count."""
         first = next(parameters_of(optimizer))
         self._taken[first] = self._taken.get(first, 0) + 1
-        if self._taken[first] >= self._loop.options().warmup:
+        if self._taken[first] >= self.loop.options().warmup:
             self._warming, self._weights.owned_only = False, True
             self._sites.close()
 
@@ -183,7 +182,7 @@ class LocalSGD(DDP):
         """Average the weights of ``rounds``, weighting each rank by the samples of its steps, and end these rounds."""
         if not rounds:
             return
-        group, passes, options = self._loop.group, self._loop.passes, self._loop.options()
+        group, passes, options = self.loop.group, self.loop.passes, self.loop.options()
         changed = [(p, each) for optimizer, each in rounds for p in parameters_of(optimizer) if p.requires_grad or p in each.trained]
         about = [(tuple(p.shape), str(p.dtype)) for p, _ in changed], passes.data_to_send() or NO_DATA
         place = passes.training.place if passes.training else script_place()
@@ -195,7 +194,7 @@ class LocalSGD(DDP):
             compare_data(data, place)
             return None
 
-        agree(group, "an average of weights", crc32(repr(about).encode()), lambda: about, error)
+        agree_on(group, "an average of weights", about, error)
         passes.data_sent()
         mine = {id(each): max(each.weight / each.steps, LEAST) for _, each in rounds}
         totals = torch.tensor(list(mine.values()), dtype=torch.float64)
@@ -223,13 +222,13 @@ class LocalSGD(DDP):
             super().begins_pass(trains)
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and not is_alone() and self._loop.optimizers.evaluate():
+        if not training and not is_alone() and self.loop.optimizers.evaluate():
             self._average(self._open)
         super().set_mode(module, training)
 
     def end(self) -> None:
         self._average(self._open)
-        if self._loop.passes.backwards and not self._loop.optimizers.steps:
+        if self.loop.passes.backwards and not self.loop.optimizers.steps:
             warn(
                 "parwrap: no optimizer of torch.optim has stepped, but strategy='local_sgd' averages only the parameters of optimizers "
                 "that step, so it has averaged no weights. To average gradients in every backward, use strategy='ddp'."
@@ -255,8 +254,8 @@ def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tu
 
 
 def _different_weights(all_ranks: Sequence[Any]) -> RankMismatchError:
-    rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    rank, theirs = first_other(all_ranks)
     return RankMismatchError(
-        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {all_ranks[rank]}. Only weights "
+        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {theirs}. Only weights "
         "that all ranks step can be averaged: build the same model and optimizer on every rank."
     )

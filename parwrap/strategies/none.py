@@ -15,4 +15,4 @@ class Independent(Strategy):
 
     def backward(self, call: Backward) -> None:
         call.run()
-        self._loop.passes.ran_backward()
+        self.loop.passes.ran_backward()

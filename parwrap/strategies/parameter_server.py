@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.options import Options
 from parwrap.places import script_place, warn
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree_on
 from parwrap.ranks.device import torch_backend
 from parwrap.ranks.group import Group, is_alone, within
 from parwrap.strategies.buffers import Buffers
@@ -175,7 +174,7 @@ class ParameterServer(Strategy):
         """Run ``call``, whose gradients stay on this worker; before that, send new optimizers to the servers."""
         if is_alone():
             raise refuse_alone()
-        loop = self._loop
+        loop = self.loop
         loop.optimizers.check_backward()
         if self._generation != loop.optimizers.generation:
             self._register()
@@ -201,7 +200,7 @@ class ParameterServer(Strategy):
 
     def _register(self) -> None:
         """Send new optimizers, and optimizers with new parameters, to the servers, once all workers have reached this point."""
-        optimizers = self._loop.optimizers
+        optimizers = self.loop.optimizers
         if not optimizers.all():
             raise UsageError(
                 f"{script_place()} runs a backward before any optimizer is built, but strategy='parameter_server' needs the optimizer for "
@@ -224,7 +223,7 @@ class ParameterServer(Strategy):
 
     def _drop_unused(self) -> None:
         """Drop optimizers that no worker has any more. Workers ask each other, because Python may collect an optimizer later on one."""
-        alive = {self._numbers[each] for each in self._loop.optimizers.all() if each in self._numbers}
+        alive = {self._numbers[each] for each in self.loop.optimizers.all() if each in self._numbers}
         on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
         with self._group.control_message("optimizers that are still used"):
             dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self._group.control)
@@ -269,7 +268,7 @@ class ParameterServer(Strategy):
 
     def _options_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """The options of the optimizer's groups, with learning rates scaled for this number of workers."""
-        factor = self._loop.options().lr_factor(self._group.world.size)
+        factor = self.loop.options().lr_factor(self._group.world.size)
         groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         return groups if factor == 1.0 else [{**each, "lr": each["lr"] * factor} if "lr" in each else each for each in groups]
 
@@ -277,7 +276,7 @@ class ParameterServer(Strategy):
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Let the servers step with this worker's gradients, and take the new values. Returns whether they did."""
-        if is_alone() or self._loop.optimizers.is_of_batch(optimizer):
+        if is_alone() or self.loop.optimizers.is_of_batch(optimizer):
             return False
         number = self._numbers.get(optimizer)
         if number is None:
@@ -285,7 +284,7 @@ class ParameterServer(Strategy):
                 f"{type(optimizer).__name__}.step() at {script_place()} comes before any backward, but a parameter server steps with "
                 "gradients: call backward() first, or choose another strategy."
             )
-        same_step, place = self._loop.same_step, str(script_place())
+        same_step, place = self.loop.same_step, str(script_place())
         if self._staleness is None:
             same_step.passed(place)
         else:  # workers must take equally many steps
@@ -360,8 +359,7 @@ class ParameterServer(Strategy):
         return ((number, part) for number, parts in self._parts.items() for part in parts)
 
     def _meet(self, kind: str, about: object = None) -> None:
-        passes = self._loop.passes
-        details = about, passes.data_to_send() or NO_DATA
+        passes = self.loop.passes
         place = passes.training.place if passes.training else script_place()
 
         def error(all_ranks: Sequence[Any]) -> Exception | None:
@@ -375,7 +373,7 @@ class ParameterServer(Strategy):
             compare_data(data, place)
             return None
 
-        agree(self._group, kind, crc32(repr(details).encode()), lambda: details, error)
+        agree_on(self._group, kind, (about, passes.data_to_send() or NO_DATA), error)
         passes.data_sent()
 
     # messages
@@ -410,7 +408,7 @@ class ParameterServer(Strategy):
     def set_mode(self, module: nn.Module, training: bool) -> None:
         if not training and not is_alone():
             self._buffers.put_in_eval(module)
-            if self._loop.optimizers.evaluate():
+            if self.loop.optimizers.evaluate():
                 self._evaluate()
 
     def _evaluate(self) -> None:

@@ -42,7 +42,6 @@ class Loop:
         losses: the scalars that backwards are called on.
         divisors: weighs the cross entropies of a global batch.
         same_step: checks that all ranks are at the same step.
-        say: a function that prints a line on rank 0.
     """
 
     group: Group
@@ -53,7 +52,6 @@ class Loop:
     losses: Losses
     divisors: Divisors
     same_step: SameStep
-    say: Callable[[str], None]
 
 
 def refuse_one_vector(optimizer: Optimizer, strategy: str) -> None:
@@ -76,18 +74,14 @@ class Strategy(Interceptor):
         loop: the state of the running loop.
 
     Attributes:
+        loop: the same.
         together: whether ranks end together, because they train one model.
     """
 
     together = True
 
     def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-
-    @property
-    def loop(self) -> Loop:
-        """What the loop has done so far."""
-        return self._loop
+        self.loop = loop
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside the block, each rank adds up its gradients; the first backward after the block averages the sums."""
@@ -110,5 +104,5 @@ class Strategy(Interceptor):
 
     def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
         """Build the script's ``nn.DataParallel`` with the device of this rank alone."""
-        device = self._loop.group.device
+        device = self.loop.group.device
         build([device.index or 0] if device.type == "cuda" else None)

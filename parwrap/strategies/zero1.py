@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, agree_on, first_other
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
@@ -78,12 +77,12 @@ class Zero1(DDP):
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps all parameters on this rank, as in one process."""
-        return is_alone() or self._loop.optimizers.is_of_batch(optimizer)
+        return is_alone() or self.loop.optimizers.is_of_batch(optimizer)
 
     def _shards_of(self, optimizer: Optimizer) -> _Shards:
         if optimizer not in self._shards:
             refuse_one_vector(optimizer, "zero1")
-            self._shards[optimizer] = _Shards(optimizer, self._loop.group)
+            self._shards[optimizer] = _Shards(optimizer, self.loop.group)
             self._sharded.append(weakref.ref(optimizer))
         self._shards[optimizer].deal()
         return self._shards[optimizer]
@@ -168,7 +167,7 @@ class Zero1(DDP):
 
     def make_whole(self) -> None:
         """Give every rank the whole states of those optimizers that all ranks still hold."""
-        group, optimizers = self._loop.group, [each() for each in self._sharded]
+        group, optimizers = self.loop.group, [each() for each in self._sharded]
         held = torch.tensor([each is not None for each in optimizers], dtype=torch.int64)
         with group.control_message("optimizers that are still used"):
             dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
@@ -228,7 +227,7 @@ class _Shards:
         if not any(groups):
             return
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in group] for group in groups]
-        agree(self._group, "dealing out the state of an optimizer", crc32(repr(shapes).encode()), lambda: shapes, _different_groups)
+        agree_on(self._group, "dealing out the state of an optimizer", shapes, _different_groups)
         self._owners = {p: self._owners[p] for p in parameters_of(self._optimizer) if p in self._owners}
         loads = [0] * self._group.world.size
         for p, owner in self._owners.items():
@@ -287,7 +286,7 @@ class _Shards:
             if self._owners[p] == rank and place in states
         }
         shards: list[Any] = [None] * self._group.world.size
-        agree(self._group, "gathering the state of an optimizer", len(self._owners), lambda: None, lambda details: None)
+        agree(self._group, "gathering the state of an optimizer", len(self._owners))
         with self._group.control_message("gathering the state of an optimizer"):
             dist.all_gather_object(shards, mine, group=self._group.control)
         return dict(sorted(item for shard in shards for item in shard.items()))
@@ -323,8 +322,8 @@ def _arrived(state: Any, device: torch.device) -> Any:
 
 
 def _different_groups(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
-    rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    rank, theirs = first_other(all_ranks)
     return RankMismatchError(
-        f"the param_groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {all_ranks[rank]}. Build the same "
+        f"the param_groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {theirs}. Build the same "
         "optimizers with the same parameters on every rank."
     )

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from parwrap.errors import shortened
 from parwrap.ranks.group import current
 from parwrap.ranks.platform import known_signals
 from parwrap.torch_private.process_state import active_modes, default_device, global_hooks, open_process_groups
@@ -120,12 +121,7 @@ def _unequal(name: str, before: Any, after: Any) -> Iterator[str]:
     elif before != after:
         if isinstance(before, list):  # what both have says nothing
             before, after = [each for each in before if each not in after], [each for each in after if each not in before]
-        yield f"{name} ({_short(before)} before, {_short(after)} now)"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        yield f"{name} ({shortened(repr(before), 80)} before, {shortened(repr(after), 80)} now)"
 
 
 def _modules(module: str) -> Iterator[tuple[str, Namespace]]:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from parwrap.data.evaluation_shares import Blocks, Turns, rows_of
-from parwrap.data.merging import Part, Passed, merged
+from parwrap.data.evaluation_shares import Blocks, Reading, Turns, rows_of
+from parwrap.data.merging import Part, merged
 from parwrap.data.samplers import block
 
 samples = st.integers(0, 40)
@@ -62,7 +62,7 @@ def test_gathered_turns_are_in_the_order_of_one_process(count, batch_size, size,
     for rank in range(readers):
         mine = drawn[rank::readers]
         result = mine if by_batch else list(chain(*mine))
-        parts.append(Part(result, [Passed([len(each) for each in mine], in_turn=True)]))
+        parts.append(Part(result, [Reading("eval.py:9", sizes=[len(each) for each in mine], in_turn=True)]))
 
     assert (drawn if by_batch else list(range(count))) == merged("gather", parts)
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parwrap.data.merging import Part, Passed, merged
+from parwrap.data.evaluation_shares import Reading
+from parwrap.data.merging import Part, merged
 from parwrap.errors import UsageError
 
 Scores = namedtuple("Scores", "loss name")
@@ -23,9 +24,13 @@ class Report:
     scores: tuple
 
 
+def read(sizes, **how):
+    return Reading("eval.py:9", sizes=sizes, **how)
+
+
 def merge(reduce, *results, sizes=None, **passed):
     sizes = sizes or [[2, 2], [1]]
-    return merged(reduce, [Part(result, [Passed(own, **passed)]) for result, own in zip(results, sizes, strict=True)])
+    return merged(reduce, [Part(result, [read(own, **passed)]) for result, own in zip(results, sizes, strict=True)])
 
 
 def equal(expected, actual):
@@ -101,7 +106,7 @@ def test_what_is_gathered_is_concatenated(one, other, expected):
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(-1e6, 1e6)), min_size=1, max_size=8))
 def test_a_mean_of_means_is_the_mean_of_all(parts):
     expected = math.fsum(count * value for count, value in parts) / sum(count for count, _ in parts)
-    actual = merged("mean", [Part(value, [Passed([count])]) for count, value in parts])
+    actual = merged("mean", [Part(value, [read([count])]) for count, value in parts])
 
     assert math.isclose(expected, actual, rel_tol=1e-12, abs_tol=1e-9)
 
@@ -120,7 +125,7 @@ def test_a_function_gets_the_results_and_entries_may_each_have_their_own_way():
 def test_the_result_of_the_only_part_is_left_alone(reduce):
     result = {"count": 3, "anything": object()}
 
-    assert result is merged(reduce, [Part(result, [Passed([3])])])
+    assert result is merged(reduce, [Part(result, [read([3])])])
 
 
 WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a single process: use reduce='sum' for it"
@@ -196,7 +201,7 @@ def test_what_cannot_be_put_together(reduce, one, other, message):
 
 def test_parts_of_several_loaders_must_be_in_proportion_for_a_mean():
     def two_loaders(second):
-        return [Part(value, [Passed([own]), Passed([more])]) for value, own, more in zip((1.0, 4.0), (4, 2), second, strict=True)]
+        return [Part(value, [read([own]), read([more])]) for value, own, more in zip((1.0, 4.0), (4, 2), second, strict=True)]
 
     assert 2.0 == merged("mean", two_loaders((8, 4)))
     with pytest.raises(
@@ -206,9 +211,9 @@ def test_parts_of_several_loaders_must_be_in_proportion_for_a_mean():
 
 
 def test_items_that_may_be_samples_or_batches_cannot_be_weighted():
-    parts = [Part(value, [Passed([1, 1], rows=rows)]) for value, rows in ((1.0, 8), (2.0, 6))]
+    parts = [Part(value, [read([1, 1], rows=rows)]) for value, rows in ((1.0, 8), (2.0, 6))]
 
-    assert 1.5 == merged("mean", [part._replace(passes=[Passed([1, 1], rows=8)]) for part in parts])
+    assert 1.5 == merged("mean", [part._replace(passes=[read([1, 1], rows=8)]) for part in parts])
     with pytest.raises(
         UsageError,
         match="a loader with batch_size=None yields items of different sizes, and it is unknown whether an item is a sample or a",
@@ -217,7 +222,7 @@ def test_items_that_may_be_samples_or_batches_cannot_be_weighted():
 
 
 def test_rows_of_several_loaders_are_in_order_only_if_they_are_of_one():
-    passes = [[Passed([2]), Passed([1])], [Passed([1]), Passed([1])]]
+    passes = [[read([2]), read([1])], [read([1]), read([1])]]
 
     assert [1, 2, 3] == merged("gather", [Part([1, 2], passes[0]), Part([3], passes[1])])
     with pytest.raises(UsageError, match=re.escape("the function reads several loaders, and the ranks have 3, 2 rows, which is neither")):
@@ -227,8 +232,8 @@ def test_rows_of_several_loaders_are_in_order_only_if_they_are_of_one():
 @pytest.mark.parametrize("predictions", [torch.tensor([1.0, 2.0]), np.array([1.0, 2.0]), [1.0, 2.0]], ids=["tensor", "array", "list"])
 def test_what_may_be_predictions_is_averaged_with_a_warning(predictions):
     parts = [
-        Part(predictions, [Passed([2])]),
-        Part(type(predictions)([3.0, 4.0]) if isinstance(predictions, list) else predictions + 2, [Passed([2])]),
+        Part(predictions, [read([2])]),
+        Part(type(predictions)([3.0, 4.0]) if isinstance(predictions, list) else predictions + 2, [read([2])]),
     ]
     with pytest.warns(UserWarning, match="each rank read 2 samples, and the result has 2 entries, .*use reduce='gather'"):
         assert [2.0, 3.0] == list(merged("mean", parts))

@@ -62,7 +62,7 @@ def test_a_script_that_seeds_inside_a_later_scope_gets_the_streams_of_that_seed(
     streams = RandomStreams(rank=1)
     torch.manual_seed(1)
     torch.rand(7)
-    streams.script_seeded("torch")
+    streams.seeded("torch")
     with streams.used(ALL):
         own = draw()
     streams.close()
@@ -133,9 +133,9 @@ def test_a_seed_of_the_script_holds_for_both_sets(inside):
         with streams.used(ALL):  # both sets have begun
             draw()
         with streams.used(inside):
-            torch.manual_seed(seed), streams.script_seeded("torch")
-            np.random.seed(seed), streams.script_seeded("numpy")
-            random.seed(seed), streams.script_seeded("python")
+            torch.manual_seed(seed), streams.seeded("torch")
+            np.random.seed(seed), streams.seeded("numpy")
+            random.seed(seed), streams.seeded("python")
         with streams.used(ALL):
             own = draw()
         drawn.append((own, draw()))
