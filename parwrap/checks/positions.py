@@ -2,13 +2,16 @@
 
 A rank writes its own page when it enters a backward or a control message: how many of each it has entered, what it is about to send and
 the line of the script. It reads the pages of the others, and raises before it sends anything that can never meet its counterpart.
+
+On a GPU a rank does not wait in the backward: it may run the script while its gradients wait for a rank that never sends its own. So the
+pages also say which sets the last backwards averaged.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
@@ -24,15 +27,18 @@ SIZE = 512
 
 WORDS = SIZE // 8
 
-NUMBERS = 6
-"""Numbers of eight bytes before the place: a sequence number, then the fields of :class:`Page` and the length of the place.
+RECENT = 4
+"""The backwards whose sets a page has. The host is never that many ahead of a GPU: a backward reads the numbers of the one before."""
+
+NUMBERS = 6 + RECENT
+"""Numbers of eight bytes before the place: a sequence number, then the fields of :class:`Page` and the length of the place, and the sets.
 
 The sequence number is odd while the others are written, so that a reader tries again. Each is written as a whole; ``struct.pack_into``
 would write zeros first.
 """
 
-STATE, PLACE = 2, 8 * NUMBERS
-"""Where a page has its state, in words, and its place, in bytes."""
+STATE, SETS, PLACE = 2, 6, 8 * NUMBERS
+"""Where a page has its state and its sets, in words, and its place, in bytes."""
 
 ATTEMPTS = 1000
 """How often a reader tries again while a page is being written. The rank of the page may have died while writing."""
@@ -82,6 +88,7 @@ class Page(NamedTuple):
         what: the set of parameters of the backward, or the kind of the control message, that it has entered last.
         controls: the number of control messages that it has entered.
         place: the line of the script.
+        sets: the sets of parameters of its last backwards, the newest first.
     """
 
     backwards: int = 0
@@ -89,31 +96,37 @@ class Page(NamedTuple):
     what: int = 0
     controls: int = 0
     place: str = "its start"
+    sets: Sequence[int] = (0,) * RECENT
 
 
 def apart(mine: Page, other: Page) -> bool:
-    """Whether a rank that is about to send what ``mine`` says can never meet the rank of ``other``.
+    """Whether a rank that is about to send, or has sent, what ``mine`` says can never meet the rank of ``other``.
 
-    >>> backward, ended = Page(3, State.BACKWARD, 7), Page(2, State.ENDED)
-    >>> apart(backward, backward), apart(backward, Page(3, State.BACKWARD, 8)), apart(backward, ended), apart(backward, Page(2))
+    >>> backward, another, ended = Page(3, State.BACKWARD, sets=[7]), Page(3, State.BACKWARD, sets=[8]), Page(2, State.ENDED)
+    >>> apart(backward, backward), apart(backward, another), apart(backward, ended), apart(backward, Page(2))
     (False, True, True, False)
     """
-    if other.state == State.RAISED:
+    if other.state == State.RAISED or _in_other_order(mine, other):
         return True
     if other.state == State.ENDED:
         return other.backwards < mine.backwards or other.controls < mine.controls
     if other.state in (State.BACKWARD, State.AVERAGES):
-        if mine.state in (State.CONTROL, State.INNER):  # it is in a backward that comes after this message
-            comes_after = other.backwards > mine.backwards or (_ends(other, mine) and other.backwards == mine.backwards)
-            return comes_after and other.controls < mine.controls
-        return other.backwards == mine.backwards and other.what != mine.what
+        # it waits at the end of its backward for gradients, and this rank inside of the same one for a message that it has not sent
+        return _ends(other, mine) and other.backwards == mine.backwards and other.controls < mine.controls
     if other.state in (State.CONTROL, State.INNER):
         if mine.state in (State.BACKWARD, State.AVERAGES):
-            # the other rank waits for a message that this rank has not sent; on a GPU it may have begun this backward
-            comes_after = mine.backwards > other.backwards or (_ends(mine, other) and mine.backwards == other.backwards)
-            return comes_after and other.controls > mine.controls
-        return other.controls == mine.controls and other.what != mine.what
+            return _ends(mine, other) and mine.backwards == other.backwards and other.controls > mine.controls
+        return mine.state != State.RUNS and other.controls == mine.controls and other.what != mine.what
     return False
+
+
+def _in_other_order(one: Page, another: Page) -> bool:
+    """Whether two ranks have sent what they both have sent in another order, or averaged other sets."""
+    further = one.backwards - another.backwards
+    if further * (one.controls - another.controls) < 0:  # each has begun what the other has not
+        return True
+    both = zip(one.sets[max(further, 0) :], another.sets[max(-further, 0) :], strict=False)
+    return any(a != b for a, b in both)
 
 
 def _ends(one: Page, another: Page) -> bool:
@@ -158,8 +171,10 @@ class Positions:
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
-        backwards, _, _, controls, _ = self.mine
-        self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
+        backwards, _, _, controls, _, sets = self.mine
+        if state == BACKWARD:
+            backwards, sets = backwards + 1, (what, *sets[:-1])
+        self._write(Page(backwards, state, what, controls + (state == State.CONTROL), place, sets))
         self.compare()
 
     @contextmanager
@@ -170,7 +185,7 @@ class Positions:
             LockstepError: another rank of the node has raised, or can never meet this one there.
         """
         backward = self.now()
-        self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place))
+        self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place, backward.sets))
         self.compare()
         yield
         self._write(backward._replace(controls=self.mine.controls))
@@ -195,11 +210,12 @@ class Positions:
                 raise self.error()
 
     def _differs(self, other: int) -> bool:
-        """Whether another rank of the node waits for something else than this rank, as far as one look shows."""
+        """Whether another rank of the node sends something else than this rank, as far as one look shows."""
         numbers, at = self._numbers, other * WORDS
         state = numbers[at + STATE]
-        if state == RUNS:
-            return False
+        if state == RUNS:  # it waits for nothing, but its GPU may
+            further = numbers[at + 1] - self.mine.backwards
+            return further > 0 or (further == 0 and numbers[at + SETS] != self.mine.sets[0]) or numbers[at + 4] > self.mine.controls
         if state == AVERAGES:  # of the same backward, which this rank may have reached the end of as well
             state = BACKWARD
         return (numbers[at + 1], state, numbers[at + 3], numbers[at + 4]) != self.mine[:4]
@@ -281,7 +297,7 @@ class Positions:
         for attempt in range(ATTEMPTS):
             sequence = self._numbers[at]
             backwards, state, what, controls = self._numbers[at + 1 : at + 5].tolist()
-            page = Page(backwards, state, what, controls, "")
+            page = Page(backwards, state, what, controls, "", self._numbers[at + SETS : at + SETS + RECENT].tolist())
             if sequence % 2 == 0 and self._numbers[at] == sequence:
                 break
             time.sleep(0.001 * (attempt > 10))  # the other rank may wait for a core
@@ -301,8 +317,11 @@ class Positions:
             text = page.place.encode()[: SIZE - PLACE]
             self._length = len(text)
             self._memory[self._rank * SIZE + PLACE : self._rank * SIZE + PLACE + len(text)] = text
-        numbers[at + 1], numbers[at + 2], numbers[at + 3], numbers[at + 4], _ = page
+        numbers[at + 1], numbers[at + 2], numbers[at + 3], numbers[at + 4], _, sets = page
         numbers[at + 5] = self._length
+        if sets is not self.mine.sets:
+            for number, each in enumerate(sets, at + SETS):
+                numbers[number] = each
         numbers[at] += 1
         self.mine = page
 

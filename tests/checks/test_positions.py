@@ -14,13 +14,22 @@ from parwrap.errors import LockstepError
 RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
 
 
+def page(*fields, sets):
+    """A page whose last backwards averaged these ``sets``, the newest first."""
+    return Page(*fields, "train.py:7", sets)
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "expected"),
     [
         # I am about to run my third backward, over set 7
         (Page(3, BACKWARD, 7, 1), Page(2, RUNS, 0, 1), False),  # it is on its way
-        (Page(3, BACKWARD, 7, 1), Page(3, BACKWARD, 7, 1), False),  # it is there
-        (Page(3, BACKWARD, 7, 1), Page(3, BACKWARD, 8, 1), True),  # it averages another set
+        (page(3, BACKWARD, 7, 1, sets=[7]), page(3, BACKWARD, 7, 1, sets=[7]), False),  # it is there
+        (page(3, BACKWARD, 7, 1, sets=[7]), page(3, BACKWARD, 8, 1, sets=[8]), True),  # it averages another set
+        (page(3, BACKWARD, 7, 1, sets=[7]), page(4, RUNS, 9, 1, sets=[9, 7]), False),  # it was here before, and has a GPU
+        (page(3, BACKWARD, 7, 1, sets=[7]), page(4, RUNS, 7, 1, sets=[7, 8]), True),  # it averages another set on its GPU
+        (page(3, BACKWARD, 7, 1, sets=[7, 9]), page(2, RUNS, 7, 1, sets=[7]), True),  # it averaged another set before
+        (Page(3, BACKWARD, 7, 1), Page(2, RUNS, 5, 2), True),  # it has sent a message that I have not sent
         (Page(3, BACKWARD, 7, 1), Page(2, BACKWARD, 8, 1), False),  # it has not left the last one yet
         (Page(3, BACKWARD, 7, 1), Page(2, ENDED, 0, 1), True),  # it will never come
         (Page(3, BACKWARD, 7, 1), Page(3, ENDED, 0, 1), False),  # it was here before
@@ -32,6 +41,7 @@ RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
         (Page(3, CONTROL, 5, 2), Page(3, CONTROL, 6, 2), True),  # it sends another
         (Page(3, CONTROL, 5, 2), Page(3, CONTROL, 6, 1), False),  # it has not left the last one yet
         (Page(3, CONTROL, 5, 2), Page(4, BACKWARD, 7, 1), True),  # it has begun a backward that comes after mine
+        (Page(3, CONTROL, 5, 2), Page(4, RUNS, 7, 1), True),  # so it has, and does not wait, as it has a GPU
         (Page(3, CONTROL, 5, 2), Page(3, BACKWARD, 7, 1), False),  # it has not left the last one yet
         (Page(3, CONTROL, 5, 2), Page(3, ENDED, 0, 1), True),
         (Page(3, CONTROL, 5, 2), Page(3, AVERAGES, 7, 1), False),  # it has not left the last backward yet
@@ -46,8 +56,12 @@ RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
         (Page(3, AVERAGES, 7, 1), Page(3, INNER, 5, 2), True),
         (Page(3, AVERAGES, 7, 2), Page(3, INNER, 5, 2), False),  # I have sent it
         (Page(3, AVERAGES, 7, 1), Page(3, BACKWARD, 7, 1), False),
-        (Page(3, AVERAGES, 7, 1), Page(3, BACKWARD, 8, 1), True),
+        (page(3, AVERAGES, 7, 1, sets=[7]), page(3, BACKWARD, 8, 1, sets=[8]), True),
         (Page(3, AVERAGES, 7, 1), Page(3, CONTROL, 5, 2), False),  # it has left this backward
+        # I run the script after my third backward, and read its loss from my GPU
+        (Page(3, RUNS, 7, 1), Page(2, CONTROL, 5, 2), True),
+        (Page(3, RUNS, 7, 1), Page(2, BACKWARD, 7, 1), False),  # it is on its way
+        (Page(3, RUNS, 7, 1), Page(3, CONTROL, 5, 2), False),  # it has left this backward
     ],
 )
 def test_two_ranks_can_never_meet(mine, other, expected):
@@ -78,6 +92,25 @@ def test_the_error_says_where_all_ranks_of_the_node_are(pages):
         "Every rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide together: "
         "`if parwrap.any_rank(stop): break`. If the decision is random, draw it inside `with parwrap.same_draws():`."
     ) == str(caught.value)
+
+
+def test_a_rank_whose_gpu_still_averages_another_set_is_found(pages):
+    first, second = pages
+    for number in (7, 9):
+        first.enter(BACKWARD, number, "train.py:38")
+        first.run()
+    second.enter(BACKWARD, 7, "train.py:38")
+    second.run()
+    with pytest.raises(LockstepError, match=r"rank 0 runs the script; its last step was at train.py:38 \(backwards begun: 2\)"):
+        second.enter(BACKWARD, 8, "train.py:40")
+
+
+def test_so_is_one_whose_gpu_averages_while_another_sends_a_message(pages):
+    first, second = pages
+    first.enter(BACKWARD, 7, "train.py:38")
+    first.run()
+    with pytest.raises(LockstepError, match=r"rank 1 is in parwrap.gather at train.py:9 \(backwards begun: 0\)"):
+        second.enter(CONTROL, 5, "parwrap.gather at train.py:9")
 
 
 def test_ranks_that_end_after_the_same_steps_end_together(pages):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from test_on_a_gpu import DEVICE
 
 BACKEND = {"cuda": "nccl", "cpu": "gloo"}[DEVICE]
 ROOT = Path(parwrap.__file__).parents[1]
+ENDS_WITHIN = 60.0
+"""Seconds, far above what it takes and far below the timeout of the group."""
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -78,26 +82,75 @@ def test_so_they_are_with_strategies_that_send_weights(way, ranks, tmp_path):
     assert found["difference"] == 0 < found["largest"] < float("inf")
 
 
-def test_both_nodes_show_the_error_of_a_rank(tmp_path):
-    (tmp_path / "train.py").write_text(FAILS)
+def on_two_nodes(folder: Path, script: str) -> list[tuple[int, str, str]]:
+    """How the ``script`` ends on two nodes of one rank each."""
+    (folder / "train.py").write_text(script.replace("DEVICE", repr(DEVICE)))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     nodes = ("--nnodes", "2", "--node-rank", "RANK", "--master-addr", "127.0.0.1", "--master-port", str(port))
-    ends = on_hosts(2, tmp_path, "-m", "parwrap.run", *nodes, "--nproc-per-node", "1", "--backend", BACKEND, "train.py")
+    return on_hosts(2, folder, "-m", "parwrap.run", *nodes, "--nproc-per-node", "1", "--backend", BACKEND, "train.py")
+
+
+def test_both_nodes_show_the_error_of_a_rank(tmp_path):
+    ends = on_two_nodes(tmp_path, FAILS)
 
     assert [1, 1] == [code for code, *_ in ends]
     assert all("rank 1 of 2 on node 1" in said and "ValueError: 3 is enough" in said for _, _, said in ends), ends
 
 
-FAILS = f"""
+FAILS = """
 import parwrap, torch
 from torch import nn
-model = nn.Linear(4, 4).to("{DEVICE}")
+model = nn.Linear(4, 4).to(DEVICE)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 for step in range(10000):
     if step == 3 and parwrap.rank() == 1:
         raise ValueError("3 is enough")
-    model(torch.randn(2, 4, device="{DEVICE}")).sum().backward()
+    model(torch.randn(2, 4, device=DEVICE)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+COMES_APART = """
+import time, parwrap, torch
+from torch import nn
+torch.manual_seed(0)
+model, other = nn.Linear(600, 600).to(DEVICE), nn.Linear(600, 90).to(DEVICE)
+optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, other)]
+def step(model, optimizer):
+    loss = model(torch.randn(2, 600, device=DEVICE)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+for number in range(40):
+    if number == ODD_STEP and parwrap.rank() == 1:
+        odd
+    loss = step(model, optimizers[0])
+    READS
+    step(other, optimizers[1])
+print("trained", loss.item())
+"""
+ODD = {
+    "it stops": "break",
+    "it skips a step": "continue",
+    "it trains another model": "step(other, optimizers[1]); continue",
+    "it gathers": "parwrap.gather(1)",
+    "it exits": "raise SystemExit(0)",
+    "it is killed": "import os; os.kill(os.getpid(), 9)",
+    "it raises": "raise ValueError('unhappy')",
+}
+
+
+@pytest.mark.parametrize("reads", ["loss.item()", "pass"], ids=["the loss is read", "nothing is read"])
+@pytest.mark.parametrize("number", [2, 37])
+@pytest.mark.parametrize("odd", ODD)
+def test_ranks_that_come_apart_end_within_seconds_with_a_place(odd, number, reads, tmp_path):
+    began = time.monotonic()
+    ends = on_two_nodes(tmp_path, COMES_APART.replace("ODD_STEP", str(number)).replace("odd", ODD[odd], 1).replace("READS", reads))
+
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert 0 not in [code for code, *_ in ends], ends
+    assert "trained" not in "".join(printed for _, printed, _ in ends)
+    assert any(re.search(r"train\.py(:|\", line )\d+", said) for _, _, said in ends), ends
