@@ -148,10 +148,11 @@ class _Known:
         sampler: the ``DistributedSampler`` of the copy that is read, if it has one.
         last: its last pass.
         open: its open passes, the innermost last.
-        given: the length that ``len`` returned before its first pass, and the line that asked.
+        given: the length that ``len`` returned before its first training pass, and the line that asked.
+        said_length: whether it was said that its last pass and its training passes have different lengths.
         whole_at: lines where a training pass had no backward: since then every rank reads everything there.
         copy: the copy that is read, if its workers persist or if it has a state.
-        held: hashes of what it reads.
+        held: hashes of what it reads, and the number of backwards when they were computed.
         iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
@@ -162,9 +163,10 @@ class _Known:
     last: Pass | None = None
     open: list[Pass] = field(default_factory=list)
     given: tuple[int, Place] | None = None
+    said_length: bool = False
     whole_at: set[Place] = field(default_factory=set)
     copy: DataLoader | None = None
-    held: Held | None = None
+    held: tuple[Held, int] | None = None
     iterated: weakref.ref[_Iteration] | None = None
 
 
@@ -231,8 +233,7 @@ class Loaders(Sources, Interceptor):
             refuse_nothing(loader, self._size)
         with self._drawing():
             share, opened.weights = self._share(loader, known)
-            known.held = held_by(loader) if known.held is None else known.held
-            opened.data = data_digits(loader, known.held, known.seed)
+            opened.data = data_digits(loader, self._held(loader, known), known.seed)
             self._check_length(loader, known, opened)
         split = was_split(share.dataset)
         dealt = isinstance(loader.dataset, IterableDataset) and not split
@@ -248,6 +249,13 @@ class Loaders(Sources, Interceptor):
             iteration.reading = random_streams.NONE
         else:
             iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
+
+    def _held(self, loader: DataLoader, known: _Known) -> Held:
+        """Hashes of what ``loader`` reads, which the script may have changed since they were computed. All ranks compute them alike."""
+        backwards = self._passes.backwards
+        if known.held is None or known.trained < FIRST_PASSES or backwards - known.held[1] >= HASHED_EVERY:
+            known.held = held_by(loader), backwards
+        return known.held[0]
 
     def _read(self, iteration: _Iteration, loader: DataLoader, opened: Pass, workers_seed: int | None, may_end_apart: bool) -> None:
         """Begin to read ``loader``. If it is a stream whose parts ``may_end_apart``, ranks that step together also end together."""
@@ -289,9 +297,10 @@ class Loaders(Sources, Interceptor):
         known.whole_at.add(opened.place)
         known.trained -= 1
         warn(
-            f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
-            "covers only this rank's share. From now on every rank reads everything at this line. To read everything from the first pass "
-            "on, put the loop into `with torch.no_grad():`. If you keep the batches to train on them later, write parwrap.shard(loader)."
+            f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed in the pass: what was computed "
+            "from them covers only this rank's share. From now on every rank reads everything at this line. To read everything "
+            "from the first pass on, put the loop into `with torch.no_grad():`, or write parwrap.replicate(loader) if a backward follows "
+            "the loop. If you keep the batches to train on them later, write parwrap.shard(loader)."
         )
 
     def drops(self) -> bool:
@@ -415,8 +424,15 @@ class Loaders(Sources, Interceptor):
             shuffled=not isinstance(loader.dataset, IterableDataset) and shuffles(loader),
         )
         length = self._share_length(loader, whole) if shared else whole
-        if known.last is None:
+        if not known.trained:
             known.given = length, script_place()
+        elif not shared and not known.said_length and length != (share := self._share_length(loader, whole)):
+            known.said_length = True
+            warn(
+                f"parwrap: len(loader) is {length} at {script_place()}, as in the loader's last pass, which read everything, but a "
+                f"training pass has {share} batches on each rank. To divide a sum over a training pass, ask for len(loader) before you "
+                "read everything, or count the batches."
+            )
         return length
 
     def _share_length(self, loader: DataLoader, whole: int) -> int:
@@ -480,6 +496,9 @@ class Loaders(Sources, Interceptor):
         self._undo.close()
         super().close()
 
+
+FIRST_PASSES, HASHED_EVERY = 3, 32
+"""What a loader reads is hashed anew in its first training passes, then in a pass that begins as many backwards after the last hash."""
 
 DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""
@@ -572,8 +591,8 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _samples(loader: DataLoader) -> int | None:
-    """How many samples one process reads in a pass, if that is known."""
+    """How many samples one process reads in a pass, if that is known. Without a batch size, items of the dataset may be batches."""
     try:
-        return len(_sampler(loader))
+        return None if loader.batch_sampler is None else len(_sampler(loader))
     except TypeError:
         return None

@@ -186,7 +186,7 @@ def copied_with(loader: DataLoader, **others: Any) -> DataLoader:
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples in a collated ``batch``: the length of the first tensor or list in it.
+    """The number of samples in a collated ``batch``: the length of the first tensor or list in it, also in attributes of an object.
 
     >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
     3
@@ -198,8 +198,10 @@ def samples_in(batch: Any) -> int:
             batch = batch[0]
         elif isinstance(batch, Mapping):
             batch = next(iter(batch.values()), ())
-        else:
+        elif isinstance(batch, Sized) or not getattr(batch, "__dict__", None):
             return len(batch) if isinstance(batch, Sized) else 1
+        else:
+            batch = next(iter(vars(batch).values()))
     return batch.shape[0] if batch.dim() else 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from parwrap.data.samplers import (
     share_length,
     shuffles,
 )
-from training import Training
+from training import Training, read
 
 
 @pytest.mark.ranks(2)
@@ -153,6 +155,40 @@ def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_
             training.train(loader)
 
     assert 5 == given
+
+
+@pytest.mark.ranks(2)
+def test_so_is_one_that_was_given_after_a_pass_that_reads_everything():
+    """For example the mean of the data, and then a schedule."""
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
+        with torch.no_grad():
+            read(loader)
+        given = len(loader)
+        with pytest.warns(UserWarning, match=r"len\(loader\) was 5 at test_lengths.py:\d+, before the loader was trained on, but"):
+            training.train(loader)
+
+    assert 5 == given
+
+
+@pytest.mark.ranks(2)
+def test_a_length_after_a_pass_that_reads_everything_of_a_loader_that_trains_is_named_once():
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
+        training.train(loader)
+        right = len(loader)
+        with torch.no_grad():
+            read(loader)
+        with pytest.warns(UserWarning, match=r"len\(loader\)") as said:
+            lengths = [len(loader), len(loader)]
+
+    assert (3, [5, 5]) == (right, lengths)
+    (text,) = [str(each.message) for each in said]
+    assert text == (
+        f"parwrap: len(loader) is 5 at test_lengths.py:{said[0].lineno}, as in the loader's last pass, which read everything, but a "
+        "training pass has 3 batches on each rank. To divide a sum over a training pass, ask for len(loader) before you read everything, or "
+        "count the batches."
+    )
 
 
 @pytest.mark.ranks(2)
@@ -302,6 +338,7 @@ def test_a_copy_of_a_loader_keeps_what_a_subclass_has():
         ({}, 0),
         (None, 1),
         ([{"x": torch.zeros(4)}], 4),
+        (SimpleNamespace(x=torch.zeros(4, 2), y=torch.zeros(4)), 4),
     ],
 )
 def test_the_number_of_samples_in_a_batch(batch, expected):

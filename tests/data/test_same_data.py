@@ -113,8 +113,9 @@ def test_the_error_names_the_worst(differ, text):
     with pytest.raises(
         RankMismatchError,
         match=rf"the ranks have read {text} in the pass at train.py:3. Ranks divide what all of them hold, so where their data differs, "
-        "samples would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, and "
-        r"draw inside `with parwrap.same_draws\(\):`.",
+        "samples would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, "
+        r"with the same seed on every rank, which the clock and the process number are not, and draw inside `with parwrap.same_draws\(\):`."
+        " If the dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first",
     ):
         different_data(differ, Place("train.py", 3))
 
@@ -132,6 +133,28 @@ def test_the_error_names_the_worst(differ, text):
 def test_ranks_that_hold_different_data_stop_at_the_first_backward(data, text):
     with pytest.raises(RankMismatchError, match=f"the ranks have read {text}.* in the pass at training.py"), parwrap.distributed():
         Training().train(DataLoader(data[parwrap.rank()], batch_size=2))
+
+
+def train_on(loader, training, passes):
+    for _ in range(passes):
+        training.train(loader)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("passes", [1, 2, 9], ids=["after its first pass", "after its second", "later"])
+@pytest.mark.parametrize("kind", ["a tensor", "an attribute"])
+def test_a_dataset_that_the_script_changes_in_a_pass_is_compared_again(kind, passes):
+    """For example samples that are left out, or labels that are set, by the losses of this rank's share."""
+    dataset = torch.arange(8.0) if kind == "a tensor" else Files([""] * 8)
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(dataset, batch_size=1)
+        train_on(loader, training, passes)
+        if kind == "a tensor":
+            dataset[4] = parwrap.rank()
+        else:
+            dataset.labels = [parwrap.rank()]
+        with pytest.raises(RankMismatchError, match="different numbers at the same places"):
+            train_on(loader, training, passes=9)  # within 32 backwards
 
 
 @pytest.mark.ranks(2)

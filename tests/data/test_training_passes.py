@@ -390,10 +390,10 @@ def test_a_training_pass_without_a_backward_is_named_and_read_whole_from_then_on
     assert 1 == len(said)
     assert str(said[0].message).startswith("parwrap: test_training_passes.py:")
     text = str(said[0].message)
-    assert "read 4 samples on each rank, and no backward followed: what was computed from them covers only this rank's share. " in text
+    assert "read 4 samples on each rank, and no backward followed in the pass: what was computed from them covers only this rank's" in text
     assert (
         "From now on every rank reads everything at this line. To read everything from the first pass on, put the loop into "
-        "`with torch.no_grad():`." in text
+        "`with torch.no_grad():`, or write parwrap.replicate(loader) if a backward follows the loop." in text
     )
 
 
