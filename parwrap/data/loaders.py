@@ -212,6 +212,8 @@ class Loaders(Sources, Interceptor):
         if shared:
             self._begin_share(iteration, loader, known, opened)
         else:
+            if torch.is_grad_enabled() and loader not in _replicated:
+                self._passes.whole_at = self._passes.whole_at or place
             opened.refuses_backward = not training and known.trained > 0 and place not in known.whole_at
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
             workers_seed = iteration.workers_seed

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from parwrap.checks.same_step import SameStep
-from parwrap.checks.same_work import SameWork
+from parwrap.checks.same_work import WHOLE_WORK, SameWork
 from parwrap.checks.watchdog import watched
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
@@ -425,11 +425,9 @@ class _Scope(Interceptor):
             self._same_step.end()
             self.strategy.end()
             steps, together = self.strategy.loop.optimizers.steps, self.strategy.together and self._whole is self._group
-            line = (
-                summary(self._group, self.passes.clock, steps, len(self._warnings))
-                if together and not quiet and self.passes is not None
-                else None
-            )
+            line = None
+            if together and not quiet and self.passes is not None:
+                line = summary(self._group, self.passes.clock, steps, len(self._warnings)) or _whole_work(self.passes, self._group)
             if returns:  # a script's process ends
                 self.strategy.make_whole()
             if self.strategy.together:
@@ -563,6 +561,17 @@ def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wa
             yield
         finally:
             group.after_barrier = before
+
+
+def _whole_work(passes: Passes, group: Group) -> str | None:
+    """What to say at the end if no rank had less to do than one process, though no losses of the ranks could be compared."""
+    if passes.whole_at is None or passes.backwards:
+        return None
+    return (
+        f"{passes.whole_at} read everything on each of {group.world.size} ranks, nothing was read in shares, and no backward averaged "
+        f"gradients: {WHOLE_WORK}, which is right but no faster than one process. parwrap.shard(loader) gives each rank a share of a "
+        "loader, and @parwrap.evaluate a part of an evaluation"
+    )
 
 
 def _stand_aside(what: str) -> None:

@@ -311,8 +311,8 @@ def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception |
         return None, error
 
 
-def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
-    """The merged result of the ranks' parts, and their results in order.
+def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Part]]:
+    """The merged result of the ranks' parts, and the parts in order.
 
     Args:
         call: the call.
@@ -333,15 +333,18 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Any]]:
     if not any(each.batches for each in readings[0]):
         if not evaluation.within and not evaluation.readings:
             warn(NOTHING_READ.format(call.name))
-        return merged(call.reduce, [Part(result, [])]), [result]
+        return merged(call.reduce, [Part(result, [])]), [Part(result, [])]
     parts = [Part(each[0], passes) for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)]
-    return merged(call.reduce, parts), [part.result for part in parts]
+    return merged(call.reduce, parts), parts
 
 
 NOTHING_READ = (
     "parwrap: {} did not read a DataLoader, so every rank computed all of it and returns its own result. Read a DataLoader inside the "
     "function, or remove @parwrap.evaluate."
 )
+
+OTHERS = {"mean": ("sum", "lengths are those of all the data"), "sum": ("mean", "it is divided by the samples or batches of a part")}
+"""For each reduction the other that may be right, and why."""
 
 REMEDY = (
     'To divide the work, return the inputs of the metric, such as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
@@ -374,7 +377,7 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
         except _FailedError as failed:
             hindrance = f"on parts of the data {failed.text}, but it does not fail on the whole data."
         else:
-            differing, proves = compared(whole, shared, parts)
+            differing, proves = compared(whole, shared, _results(parts))
             if callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():
                 differing = []  # for example a list of the ranks' results
             if not differing:
@@ -395,18 +398,23 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
     return whole
 
 
-def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Any]) -> str:
+def _results(parts: list[Part]) -> list[Any]:
+    return [part.result for part in parts]
+
+
+def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Part]) -> str:
     """What differs, and the ``reduce`` that fits, if there is one."""
     where = f"; {differing[0][0]}" if differing[0][0] else ""
     shared, of_all = (shortened(" ".join(repr(each).split()), 60) for each in differing[0][1:])
     text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
-    if call.reduce == "mean":
+    if (other := OTHERS.get(call.reduce) if isinstance(call.reduce, str) else None) is not None:
+        name, why = other
         try:
-            total = merged("sum", [Part(part, []) for part in parts])
+            fits = not compared(whole, merged(name, parts), _results(parts)).differing
         except UsageError:
-            return text
-        if not compared(whole, total, parts).differing:
-            return f'{text} It is right with reduce="sum": lengths are those of all the data.'
+            fits = False
+        if fits:
+            return f'{text} It is right with reduce="{name}": {why}.'
     if call.reduce in ("mean", "sum"):
         return f"{text} It is no {call.reduce} over parts, or it changes with random numbers, as in dropout."
     return text

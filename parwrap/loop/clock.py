@@ -25,7 +25,7 @@ class Clock:
         begin: when the first training pass began; 0 before.
         end: when the last backward ended.
         data: how long training passes have waited for their batches.
-        averages: how long backwards have waited for the average gradients, on the CPU.
+        averages: how long backwards have waited for the average gradients, on the CPU, since the first training pass began.
         samples: the number of samples in this rank's parts of training batches.
         epochs: how often each line has read a training pass to its end.
     """
@@ -39,7 +39,8 @@ class Clock:
 
     def began_pass(self) -> None:
         """A training pass begins."""
-        self.begin = self.begin or time.perf_counter()
+        if not self.begin:
+            self.begin, self.averages = time.perf_counter(), 0.0
 
 
 def summary(group: Group, clock: Clock, steps: int, warned: int) -> str | None:

@@ -89,7 +89,7 @@ class Optimizers(Interceptor):
         if optimizer in self._batch_optimizers:
             return
         known = weakref.ref(optimizer) in self._all
-        if not known and self._passes.innermost and self._trains_batch(optimizer):
+        if not known and self._passes.training and self._trains_batch(optimizer):
             self._batch_optimizers[optimizer] = self._passes.batches, script_place()
             return
         self.were_built = True
@@ -106,7 +106,7 @@ class Optimizers(Interceptor):
     # what belongs to a batch (rule 6)
 
     def made(self, parameter: nn.Parameter) -> None:
-        if self._passes.innermost:
+        if self._passes.training:
             self._made_in[parameter] = self._passes.batches, script_place()
             if parameter.requires_grad:  # a backward at a known line looks at no graph
                 self._hooks_on_made[parameter] = parameter.register_post_accumulate_grad_hook(self._got_gradient)

@@ -168,6 +168,17 @@ def test_an_explicit_reduce_is_checked_too():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("reduce", "other"), [("mean", "sum"), ("sum", "mean")])
+def test_of_a_mean_and_a_sum_the_other_is_named_if_it_is_right(reduce, other):
+    def ratio(loader):
+        scores, labels = seen(loader)
+        return float((scores > labels).sum()) / (len(labels) if other == "mean" else 1)
+
+    with parwrap.distributed(), pytest.warns(UserWarning, match=f'for all of the data. It is right with reduce="{other}": '):
+        close(ratio(scored()), parwrap.evaluate(reduce=reduce)(ratio)(scored()))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("nothing_is_warned_of")
 def test_without_the_check_it_is_shared_out_as_it_is():
     scores, labels = seen(scored())

@@ -60,6 +60,26 @@ def test_the_last_line_says_what_was_trained_and_what_was_waited_for(tmp_path):
     assert others > 0
 
 
+WITHOUT_BACKWARD = """
+import torch
+from torch.utils.data import DataLoader
+weight = torch.ones(2, requires_grad=True)
+for x in DataLoader(torch.ones(8, 2), batch_size=2):
+    (grad,) = torch.autograd.grad((x @ weight).mean(), weight)
+    weight = (weight - 0.1 * grad).detach().requires_grad_()
+"""
+
+
+def test_a_script_of_which_every_rank_did_the_whole_is_told_so_though_no_losses_could_be_compared(tmp_path):
+    said = run(WITHOUT_BACKWARD, tmp_path).splitlines()
+
+    assert said == [
+        "parwrap: train.py:5 read everything on each of 2 ranks, nothing was read in shares, and no backward averaged gradients: each does "
+        "the whole work, which is right but no faster than one process. parwrap.shard(loader) gives each rank a share of a loader, and "
+        "@parwrap.evaluate a part of an evaluation"
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options"), [(SCRIPT, ["--quiet"]), ("print('nothing is trained')", [])], ids=["quiet", "nothing trained"]

@@ -314,3 +314,21 @@ def test_a_model_that_a_pass_over_everything_makes_is_trained_by_an_optimizer_th
             step(model, optimizer, x, y)
 
         assert same(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_made_in_a_pass_that_reads_everything_is_the_scripts():
+    """For example one that is built from the shape of the first batch: the next pass trains it on shares."""
+    with parwrap.distributed():
+        batches, model = [], None
+        for _ in range(3):
+            batches.append(0)
+            for x, y in loader():
+                if model is None:
+                    model, optimizer = made()
+                step(model, optimizer, x, y)
+                batches[-1] += 1
+        alike = same(model)
+
+    assert [8, 4, 4] == batches
+    assert alike
