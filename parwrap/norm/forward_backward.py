@@ -1,4 +1,4 @@
-"""Batch normalization of a batch that is split over ranks: the computation, and the data to exchange.
+"""Batch normalization of a batch that is split over ranks: forward, backward, and when numbers are exchanged.
 
 In the forward pass, each rank sends the mean, variance and size of its part, and all ranks normalize with the mean and variance of the
 whole batch: one collective. In the backward pass, the ranks sum two numbers per channel: another collective. The ``exchange`` sends these

@@ -1,4 +1,4 @@
-"""The local part of a batch normalization: torch's own kernels, on the CPU and on a GPU.
+"""The arithmetic of a batch normalization, on the CPU and on a GPU: statistics of a part, merged and running ones, gradients.
 
 Torch has no CPU kernels for a batch that is spread over ranks, so this file combines its CPU kernels for eval mode, which use given
 statistics. The GPU kernels are those of ``torch.nn.SyncBatchNorm``. ``forward_backward.py`` exchanges numbers between the kernels.
