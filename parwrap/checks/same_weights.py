@@ -217,7 +217,8 @@ class SameWeights:
                 return RankMismatchError(
                     f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers "
                     "that no backward averaged. Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what "
-                    "changes weights inside `with parwrap.same_draws():`, and let ranks decide together, `parwrap.any_rank(...)`."
+                    "changes weights inside `with parwrap.same_draws():`, and let all ranks decide on the same numbers: a loss after its "
+                    "backward, `parwrap.reduce_sum(correct)`, or `parwrap.any_rank(...)`."
                 )
         return None
 

@@ -285,7 +285,8 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
     if differ:
         warn(
             f"parwrap: the weights of the ranks differ at their first {at}, so rank 0's are used on all. Build the model where all "
-            "ranks draw the same: outside of training passes, or inside `with parwrap.same_draws():`."
+            "ranks draw the same: outside of training passes, or inside `with parwrap.same_draws():`. Weights that are computed from "
+            "the first batch are those of rank 0's samples: gather the batch first, `torch.cat(parwrap.gather(x))`, to use all."
         )
     return anywhere
 
