@@ -58,6 +58,8 @@ class State(IntEnum):
     """The rank sends a control message inside of a backward, as synchronized batch norms do."""
 
 
+MESSAGES = (State.CONTROL, State.INNER)
+
 RUNS, BACKWARD, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.AVERAGES))  # each step compares these
 
 _openings: Counter[Path] = Counter()
@@ -110,14 +112,8 @@ def apart(mine: Page, other: Page) -> bool:
         return True
     if other.state == State.ENDED:
         return other.backwards < mine.backwards or other.controls < mine.controls
-    if other.state in (State.BACKWARD, State.AVERAGES):
-        # it waits at the end of its backward for gradients, and this rank inside of the same one for a message that it has not sent
-        return _ends(other, mine) and other.backwards == mine.backwards and other.controls < mine.controls
-    if other.state in (State.CONTROL, State.INNER):
-        if mine.state in (State.BACKWARD, State.AVERAGES):
-            return _ends(mine, other) and mine.backwards == other.backwards and other.controls > mine.controls
-        return mine.state != State.RUNS and other.controls == mine.controls and other.what != mine.what
-    return False
+    sends_other = mine.state in MESSAGES and other.state in MESSAGES and mine.controls == other.controls and mine.what != other.what
+    return sends_other or _lets_wait(mine, other) or _lets_wait(other, mine)
 
 
 def _in_other_order(one: Page, another: Page) -> bool:
@@ -129,9 +125,10 @@ def _in_other_order(one: Page, another: Page) -> bool:
     return any(a != b for a, b in both)
 
 
-def _ends(one: Page, another: Page) -> bool:
-    """Whether ``one`` is at the end of a backward and ``another`` sends a message inside of a backward, which may be the same."""
-    return one.state == State.AVERAGES and another.state == State.INNER
+def _lets_wait(one: Page, another: Page) -> bool:
+    """Whether ``one`` is at the end of a backward, inside of which ``another`` waits for a message that it has not sent."""
+    inside = one.state == State.AVERAGES and another.state == State.INNER and one.backwards == another.backwards
+    return inside and one.controls < another.controls
 
 
 class Positions:
