@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parwrap.checks.same_step import Entry
@@ -23,17 +21,16 @@ from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
-from parwrap.ranks.group import Group, is_alone
-from parwrap.strategies.buffers import Buffers
+from parwrap.ranks.group import is_alone
 from parwrap.strategies.ddp_averager import average_now
 from parwrap.strategies.ddp_sites import Sites
-from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.strategies.strategy import Loop, OneModel
 from parwrap.torch_private.autograd import in_backward
 
-__all__ = ["DDP", "rank_zeros", "refuse_alone"]
+__all__ = ["DDP"]
 
 
-class DDP(Strategy):
+class DDP(OneModel):
     """Averages gradients over the ranks.
 
     Args:
@@ -42,7 +39,6 @@ class DDP(Strategy):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self._buffers = Buffers(loop.group, loop.modules.first)
         self._sites = self._new_sites(self._buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
         self._thread: threading.Thread | None = None
@@ -120,11 +116,6 @@ class DDP(Strategy):
             self._sites.grow(site, call)
         self._buffers.after_backward()
 
-    def _check_backward(self) -> None:
-        self.loop.optimizers.check_backward()
-        if is_alone():
-            raise refuse_alone()
-
     def _in_running_backward(self) -> bool:
         """Whether this thread runs a part of the running backward, as autograd's own threads do for what is on GPUs."""
         return self._thread is not None and (self._thread is threading.current_thread() or in_backward())
@@ -159,16 +150,9 @@ class DDP(Strategy):
             self._weights.check()
             self._buffers.begins_whole()
 
-    def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and not is_alone():
-            self._buffers.put_in_eval(module)
-
     def moved(self, module: nn.Module) -> None:
         """Forget all sets of parameters, because a cast or move gives parameters other tensors. The next backward finds them again."""
         self._sites.moved()
-
-    def metric(self, metric: Any) -> Any:
-        return rank_zeros(self.loop.group, metric)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step inside a backward: gradients are not averaged yet."""
@@ -188,21 +172,3 @@ class DDP(Strategy):
     def close(self) -> None:
         self._sites.close()
         self._buffers.close()
-
-
-def refuse_alone() -> UsageError:
-    """The error for a backward that only one rank runs."""
-    return UsageError(
-        f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take part in "
-        "averaging its gradients. Train outside of that code."
-    )
-
-
-def rank_zeros(group: Group, metric: Any) -> Any:
-    """Return rank 0's ``metric``, so that ``ReduceLROnPlateau`` decides alike on all ranks: on GPUs, metrics differ in the last bits."""
-    if is_alone():
-        return metric
-    sent = torch.tensor(float(metric), dtype=torch.float64)
-    with group.control_message("ReduceLROnPlateau.step"):
-        dist.broadcast(sent, 0, group=group.control)
-    return sent.item()

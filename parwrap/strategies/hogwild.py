@@ -31,10 +31,8 @@ from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.agreement import agree, agree_on
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.platform import OPEN_OWN, lock_for_process, shared_memory, unlock_for_process
-from parwrap.strategies.buffers import Buffers
-from parwrap.strategies.ddp import rank_zeros, refuse_alone
 from parwrap.strategies.ddp_sites import made_equal
-from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.strategies.strategy import Loop, OneModel
 from parwrap.torch_private.optimizer import stepping
 
 __all__ = ["Hogwild"]
@@ -43,14 +41,13 @@ ALIGNED = 64
 """Storages begin at multiples of this number of bytes."""
 
 
-class Hogwild(Strategy):
+class Hogwild(OneModel):
     """Every rank steps by itself, on weights that all ranks share."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         _refuse(loop.group)
         self._weights = _SharedWeights(loop.group)
-        self._buffers = Buffers(loop.group, loop.modules.first)
         self._lock: _Lock | None = None
         if loop.options().lock:
             assert loop.group.folder is not None
@@ -60,10 +57,8 @@ class Hogwild(Strategy):
 
     def backward(self, call: Backward) -> None:
         """Run ``call``, whose gradients stay on this rank; before that, move weights that are not shared yet into shared memory."""
-        if is_alone():
-            raise refuse_alone()
+        self._check_backward()
         optimizers = self.loop.optimizers
-        optimizers.check_backward()
         self._train_on()
         if not self._weights.put_back() or self._generation != optimizers.generation:
             self._share()
@@ -120,10 +115,9 @@ class Hogwild(Strategy):
             self._buffers.begins_whole()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and not is_alone():
-            self._buffers.put_in_eval(module)
-            if self.loop.optimizers.evaluate():
-                self._evaluate()
+        super().set_mode(module, training)
+        if not training and not is_alone() and self.loop.optimizers.evaluate():
+            self._evaluate()
 
     def _evaluate(self) -> None:
         """Wait until no rank trains, so that all ranks evaluate the same weights."""
@@ -141,9 +135,6 @@ class Hogwild(Strategy):
         self._weights.put_back()
         with self._others_step():
             agree(self.loop.group, kind)
-
-    def metric(self, metric: Any) -> Any:
-        return rank_zeros(self.loop.group, metric)
 
     def end(self) -> None:
         self._meet("the end of training")

@@ -11,8 +11,6 @@ __all__ = ["Independent"]
 class Independent(Strategy):
     """Averages nothing."""
 
-    together = False
-
     def backward(self, call: Backward) -> None:
         call.run()
         self.loop.passes.ran_backward()

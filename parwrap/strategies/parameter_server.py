@@ -33,11 +33,9 @@ from parwrap.places import script_place, warn
 from parwrap.ranks.agreement import agree_on
 from parwrap.ranks.device import torch_backend
 from parwrap.ranks.group import Group, is_alone, within
-from parwrap.strategies.buffers import Buffers
-from parwrap.strategies.ddp import rank_zeros, refuse_alone
 from parwrap.strategies.ddp_sites import made_equal
 from parwrap.strategies.ps_server import Begun, Connections, Kind, Layout, Message, Pushed, Served, Server, packed, set_state, state_of
-from parwrap.strategies.strategy import Loop, Strategy
+from parwrap.strategies.strategy import Loop, OneModel
 from parwrap.strategies.zero1 import dealt_out
 from parwrap.torch_private.distributed import quiet_gloo
 
@@ -151,14 +149,13 @@ class _Part:
         self.known = self.layout.views(self.values)
 
 
-class ParameterServer(Strategy):
+class ParameterServer(OneModel):
     """Lets servers take the steps of this worker's optimizers."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         assert isinstance(loop.group, Workers)
         self._group, self._staleness = loop.group, loop.options().staleness
-        self._buffers = Buffers(loop.group, loop.modules.first)
         self._first: list[nn.Module | Optimizer] = [*loop.modules.first, *loop.optimizers.all()]
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._parts: dict[int, list[_Part]] = {}
@@ -172,10 +169,8 @@ class ParameterServer(Strategy):
 
     def backward(self, call: Backward) -> None:
         """Run ``call``, whose gradients stay on this worker; before that, send new optimizers to the servers."""
-        if is_alone():
-            raise refuse_alone()
+        self._check_backward()
         loop = self.loop
-        loop.optimizers.check_backward()
         if self._generation != loop.optimizers.generation:
             self._register()
         weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
@@ -406,10 +401,9 @@ class ParameterServer(Strategy):
             self._buffers.begins_whole()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and not is_alone():
-            self._buffers.put_in_eval(module)
-            if self.loop.optimizers.evaluate():
-                self._evaluate()
+        super().set_mode(module, training)
+        if not training and not is_alone() and self.loop.optimizers.evaluate():
+            self._evaluate()
 
     def _evaluate(self) -> None:
         """Give all workers the same weights before they evaluate."""
@@ -417,9 +411,6 @@ class ParameterServer(Strategy):
             self._trained = False
             self._pull_all("an evaluation")
             self._meet("training after an evaluation")
-
-    def metric(self, metric: Any) -> Any:
-        return rank_zeros(self._group, metric)
 
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state dict with the state that the servers have."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
@@ -24,9 +25,10 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
 from parwrap.places import script_place
-from parwrap.ranks.group import Group
+from parwrap.ranks.group import Group, is_alone
+from parwrap.strategies.buffers import Buffers
 
-__all__ = ["Loop", "Strategy", "refuse_one_vector"]
+__all__ = ["Loop", "OneModel", "Strategy", "refuse_one_vector"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Strategy(Interceptor):
         together: whether ranks end together, because they train one model.
     """
 
-    together = True
+    together = False
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -106,3 +108,35 @@ class Strategy(Interceptor):
         """Build the script's ``nn.DataParallel`` with the device of this rank alone."""
         device = self.loop.group.device
         build([device.index or 0] if device.type == "cuda" else None)
+
+
+class OneModel(Strategy):
+    """The base of strategies whose ranks train one model: its buffers, and the metrics that schedule it, are rank 0's."""
+
+    together = True
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self._buffers = Buffers(loop.group, loop.modules.first)
+
+    def _check_backward(self) -> None:
+        """Refuse a backward in a pass that reads everything of a loader that is read in shares, and one that only one rank runs."""
+        self.loop.optimizers.check_backward()
+        if is_alone():
+            raise UsageError(
+                f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take "
+                "part in averaging its gradients. Train outside of that code."
+            )
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        if not training and not is_alone():
+            self._buffers.put_in_eval(module)
+
+    def metric(self, metric: Any) -> Any:
+        """Return rank 0's ``metric``, so that ``ReduceLROnPlateau`` decides alike: on GPUs, metrics differ in the last bits."""
+        if is_alone():
+            return metric
+        sent = torch.tensor(float(metric), dtype=torch.float64)
+        with self.loop.group.control_message("ReduceLROnPlateau.step"):
+            dist.broadcast(sent, 0, group=self.loop.group.control)
+        return sent.item()

@@ -408,7 +408,7 @@ def test_options_without_a_meaning_are_refused(options, text):
 )
 def test_several_nodes_and_gpus_are_refused_before_training(world, device, text):
     with pytest.raises(UsageError, match=text):
-        Hogwild(SimpleNamespace(group=Group(world, "gloo", torch.device(device))))
+        Hogwild(SimpleNamespace(modules=SimpleNamespace(first=[]), group=Group(world, "gloo", torch.device(device))))
 
 
 @pytest.mark.ranks(2)
