@@ -90,9 +90,9 @@ def different_data(differ: Iterable[int], place: Place) -> None:
         )
         return
     raise RankMismatchError(
-        f"the ranks have read {WHAT[worst]} in the pass at {place}. Ranks divide what all of them hold, so where their data differs, "
-        "samples would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, with "
-        "the same seed on every rank, which the clock and the process number are not, and draw inside `with parwrap.same_draws():`. If the "
+        f"the ranks have read {WHAT[worst]} in the pass at {place}. Each rank reads a part of what all of them hold, so samples would be "
+        "read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, "
+        "the same batch size, and the same seed (not the clock or the process number). Draw inside `with parwrap.same_draws():`. If the "
         "dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first, "
         "`torch.cat(parwrap.gather(tensor))`."
     )

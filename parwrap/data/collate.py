@@ -1,7 +1,7 @@
 """Batches of sequences: ``pad_collate`` pads samples to the longest of a batch, ``trimmed`` cuts batches that are padded too far.
 
 Trimming helps if a dataset or the script's own ``collate_fn`` pads all samples to the same maximum length. Columns at the end that are
-padding in every row are cut off. A tensor that has different values there stays whole. ``lengths.py`` decides which samples form a batch.
+padding in every row are cut off. A tensor with unequal values there stays whole. ``lengths.py`` decides which samples form a batch.
 """
 
 from __future__ import annotations

@@ -288,8 +288,8 @@ def _refuse_unreadable(loader: DataLoader) -> None:
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
-            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which repeats or drops samples: "
-            "remove that sampler, because @parwrap.evaluate divides the samples itself and uses each one once."
+            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which yields a part of the "
+            "samples: remove that sampler, because @parwrap.evaluate divides the samples itself and uses each one once."
         )
     draws: Any = sampler if loader.batch_sampler is None else loader.batch_sampler
     if not isinstance(loader.dataset, IterableDataset) and hasattr(draws, "__len__") and len(draws) > MOST:

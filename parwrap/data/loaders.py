@@ -323,6 +323,12 @@ class Loaders(Sources, Interceptor):
         sampler = _sampler(loader)
         divides = loader.batch_size is not None or loader.batch_sampler is not None
         together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
+        if options.batch == "global" and not divides:
+            warn(
+                f"parwrap: the loader at {script_place()} has batch_size=None, so its items cannot be divided: with batch='global' too "
+                f"each rank takes whole items, and a step trains on {size} of them. Let the loader make the batches, with batch_size= or "
+                "batch_sampler=, to keep the weights of one process."
+            )
         by_torch = type(sampler) is DistributedSampler or (is_plain(loader) and not together)
         known.seed, known.resumed = self._seed(loader, sampler, by_torch) if known.resumed is None else known.resumed, None
         if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
@@ -432,8 +438,8 @@ class Loaders(Sources, Interceptor):
             known.said_length = True
             warn(
                 f"parwrap: len(loader) is {length} at {script_place()}, as in the loader's last pass, which read everything, but a "
-                f"training pass has {share} batches on each rank. To divide a sum over a training pass, ask for len(loader) before you "
-                "read everything, or count the batches."
+                f"training pass has {share} batches on each rank. For the mean of a training pass, ask for len(loader) before you read "
+                "everything, or count its batches."
             )
         return length
 

@@ -87,7 +87,7 @@ class Sources:
             say(
                 f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks. Sums over samples, such as correct "
                 "answers or loss * len(x), are of one rank's samples: parwrap.reduce_sum adds them up over all ranks."
-                + (" A loss is the mean over ranks already once backward() was called on it." if self._options().averages_losses else "")
+                + (" After its backward(), a loss is the mean over all ranks already." if self._options().averages_losses else "")
             )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The base class of parwrap's decorators: one class supports ``@f``, ``@f(...)`` and ``with f():``.
 
-Decorators on one function merge: however they are stacked, their scopes open in the order of ``layer``. Each call opens new scopes, so
-recursive calls and threads share no state. Subclasses define what a scope does.
+Decorators that stand directly on each other merge: their scopes open in the order of ``layer``, in whatever order they are written. Each
+call opens new scopes. Subclasses define what a scope does.
 """
 
 from __future__ import annotations

@@ -227,12 +227,12 @@ class SelfTest:
         by: ``"launched"`` ranks, or ``"forked"``: two or more ranks that the doctor started for the test.
         ranks: the number of ranks.
         backend, device: the backend and device in use.
-        rows: the sizes measured.
+        rows: what was measured, one for each size.
         clocks: the clocks of launched ranks.
         skipped: why it was skipped.
         failure: why it failed.
         stages: after a failure, the last reported stage of each rank.
-        missing: after a failure, the ranks that did not join.
+        missing: after a failure, the ranks that did not join, if some did.
     """
 
     by: str

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from parwrap.errors import LaunchError, RankMismatchError, UsageError
+from parwrap.errors import LaunchError, RankMismatchError, UsageError, counted
 from parwrap.inline.notebook import ChildOutput, logging_handlers
 from parwrap.inline.rank_process import ENDING, MESSAGE, Job, Task, end_file, failure_file, run
 from parwrap.inline.returned import CallersObjects, warn_of_changes
@@ -66,8 +66,8 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
     count = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}[nprocs] if isinstance(nprocs, str) else nprocs or 1
     if 0 < gpus < count and backend not in (None, "gloo"):
         raise LaunchError(
-            f"nprocs={nprocs!r} is more than the GPUs that torch can use here ({gpus}), and backend={backend!r} needs one for each rank. "
-            f"Use at most {gpus}, or leave out backend= to let ranks share GPUs over gloo."
+            f"nprocs={nprocs!r} starts {count} ranks, but torch can use {counted(gpus, 'GPU')} here, and backend={backend!r} needs one for "
+            f"each rank. Use at most {gpus}, or leave out backend= to let ranks share GPUs over gloo."
         )
     return count
 

@@ -149,8 +149,8 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     share = 0 < gpus < ranks and not arguments.plain and options.get("backend") != "gloo"
     if share and ("backend" in options or arguments.master_addr or not _is_only_node(arguments, nodes)):
         raise LaunchError(
-            f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
-            "or add --backend gloo to let ranks share GPUs."
+            f"{ranks} ranks are more than the GPUs that torch can use on this node ({gpus}). Set --nproc-per-node to at most {gpus}, or "
+            "use --backend gloo to let ranks share GPUs."
         )
     script = _script(arguments, options, decorators(arguments), here)
     if arguments.all_ranks and _torchrun_logs(arguments):

@@ -106,7 +106,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
 
 
 def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """Add to ``plan`` the settings that follow from the route to its rendezvous, if there is one, unless the user has set them.
+    """If there is a route to the rendezvous, add to ``plan`` the settings that follow from it. Those that the user has set stay.
 
     They are the interface for gloo and NCCL, this node's address for the others, and whether this node hosts the rendezvous.
     """

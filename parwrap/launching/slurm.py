@@ -91,7 +91,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
 
 
 def launch(job: Job) -> int:
-    """Submit ``job``, print its log as it grows, and return its exit code; cancel it on Ctrl-C.
+    """Submit ``job`` and print its log as it grows, or in a dry run only its script. Return its exit code; cancel it on Ctrl-C.
 
     Raises:
         UsageError: the options create several jobs.

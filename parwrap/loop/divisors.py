@@ -117,9 +117,9 @@ class Divisors(Interceptor):
             if first[0] ** 2 != first[1] * group.world.size:
                 raise RankMismatchError(
                     f"the loss at {script_place()} has {count} cross entropies on this rank and {first[0] / group.world.size:.3g} on "
-                    'average over the ranks. With batch="global" the divisors of all ranks are added up, which needs equally many on each. '
-                    'Compute equally many on every rank, or use reduction="sum" and divide by a number that all ranks share, or train with '
-                    'batch="per_rank".'
+                    'average over the ranks. batch="global" makes one mean of them over all ranks, and pairs them in their order. Compute '
+                    'equally many on each rank, or use reduction="sum" with loss="sum" and divide by a number that all ranks share, or '
+                    'train with batch="per_rank".'
                 )
             if count > 1:
                 dist.all_reduce(others, group=group.control)

@@ -67,9 +67,9 @@ class Pass:
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         refuses_backward: whether a backward in it is an error, because the loader trained on shares before.
-        in_flight: the last three batches drawn.
+        in_flight: the last three batches drawn, if batches have weights.
         ahead: whether the loop draws batches before it has trained on the last one.
-        untrained: how many batches more were drawn than trained on; backwards between two draws train on one batch.
+        untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
     """
 
     trains: bool

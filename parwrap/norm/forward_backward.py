@@ -79,8 +79,8 @@ def normalize(
     rows, total = exchange.gathered(kernels.statistics(x, eps))
     if total == 1:
         raise ValueError(
-            "Expected more than 1 value per channel when training, got 1 on all ranks together, with input size "
-            f"{input.size()} on this rank"
+            "Expected more than 1 value per channel when training, got 1 on all ranks that share the statistics, with input "
+            f"size {input.size()} on this rank: use larger batches"
         )
     if not total:
         return input.clone(), (), total

@@ -88,7 +88,7 @@ class JournalReader:
 
     Attributes:
         saves: where to read each save.
-        made: the folders that the first rank has made since the last barrier.
+        made: the folders that the first rank has begun to make since the last barrier.
         before: for each path that existed before the run and has changed since the last barrier, where to read its old content; empty for a
             folder.
         alone: the beginning and end of what the first rank ran alone.

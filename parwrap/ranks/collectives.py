@@ -34,7 +34,7 @@ def barrier() -> None:
     """Wait until all ranks have called this function.
 
     Raises:
-        LockstepError: another rank is in another collective; on every rank.
+        LockstepError: on every rank, if one is in another collective.
 
     >>> barrier()
     """

@@ -42,7 +42,7 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
     if local_rank >= len(visible):
         raise LaunchError(
             f"local rank {local_rank} has no GPU: the ranks of this node see only {len(visible)} ({', '.join(visible)}). Start at most "
-            f"{len(visible)} ranks per node, or pass backend='gloo' to train on the CPU or to share GPUs."
+            f"{counted(len(visible), 'rank')} per node, or pass backend='gloo' (--backend gloo) to share GPUs."
         )
     return visible[local_rank]
 

@@ -1,8 +1,8 @@
 """Where ranks meet and listen: the store they share, and the folder that the ranks of a node share.
 
 Ranks of one node meet through a file in that folder, unless a launcher or the user has chosen another rendezvous. The file needs no port.
-They send their messages over the loopback interface only, where it has a fixed name and the user has set no other. Ranks of several nodes
-meet as torch does. A folder is locked while a process uses it. So the next start can remove the folders of processes that were killed.
+Ranks that are all on one node listen on the loopback interface only, if that has a fixed name and the user has set no other. Ranks of
+several nodes meet as torch does. A folder is locked while a process uses it, so the next start can remove those of killed processes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
-    """Meet the other ranks of ``world`` inside the block.
+    """Inside the block, share a store with the other ranks of ``world``.
 
     Raises:
         LaunchError: the folder that the ranks of this node share is not private.

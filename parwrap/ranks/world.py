@@ -202,9 +202,7 @@ def _check(claim: _Claim) -> None:
         (local_rank, claim.local_rank, claim.local_size or claim.size, f"the {claim.local_size or claim.size} ranks of this node"),
     ):
         if not 0 <= (value or 0) < (limit or 0):
-            raise LaunchError(
-                f"{name}={value} does not fit {text}: ranks start at 0. A launcher normally sets this variable: unset it, or correct it."
-            )
+            raise LaunchError(f"{name}={value} does not fit {text}: ranks start at 0. Correct it, or unset all variables of its launcher.")
     if claim.local_size > (claim.size or 0):
         raise LaunchError(
             f"{claim.launcher.name} sets {claim.local_size} ranks on this node, which is more than {size}={claim.size}: correct the "

@@ -322,8 +322,8 @@ class Server(Interceptor):
         connections: the connections to the workers.
         workers: the number of workers, which are the first ranks.
         rank: this rank.
-        staleness: how many steps a worker may be ahead of the slowest. With 0 workers step together, with ``None`` each at its own pace.
-        device: the device for parameters that are not on the CPU of workers.
+        staleness: how many steps a worker may be ahead of the slowest; 0: workers step together; ``None``: each at its own pace.
+        device: the device for parameters that workers have on a GPU.
 
     Attributes:
         result: the pickled content of the last message of worker 0.

@@ -1,4 +1,4 @@
-"""Starts pools of rank processes from a fork server that has imported torch, keeps them for the next test, and reliably ends them.
+"""Starts pools of rank processes, on Linux from a fork server with torch, keeps them for the next test, and reliably ends them.
 
 ``rank_process.py`` runs in a rank, ``plugin.py`` reports to pytest.
 """

@@ -154,7 +154,7 @@ def test_a_share_that_nothing_trains_on_is_named():
     files = written(8)
     with parwrap.distributed():
         setup = Setup()
-        with pytest.warns(UserWarning, match=r"no backward followed: .* read it without random_shuffle= and shuffle_after_epoch="):
+        with pytest.warns(UserWarning, match=r"no backward followed: .* remove num_shards=, random_shuffle= and shuffle_after_epoch="):
             assert 4 == len(flat(read(iterator(numbers(files, random_shuffle=True)))))
         with pytest.warns(UserWarning, match=r"no backward followed: .* wrap the loop in torch\.no_grad\(\)"):
             assert 4 == len(flat(read(iterator(numbers(files)))))

@@ -112,10 +112,10 @@ def test_digits_fit_in_half_a_float16():
 def test_the_error_names_the_worst(differ, text):
     with pytest.raises(
         RankMismatchError,
-        match=rf"the ranks have read {text} in the pass at train.py:3. Ranks divide what all of them hold, so where their data differs, "
-        "samples would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, "
-        r"with the same seed on every rank, which the clock and the process number are not, and draw inside `with parwrap.same_draws\(\):`."
-        " If the dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first",
+        match=rf"the ranks have read {text} in the pass at train.py:3. Each rank reads a part of what all of them hold, so samples would "
+        "be read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, "
+        r"the same batch size, and the same seed \(not the clock or the process number\). Draw inside `with parwrap.same_draws\(\):`. If "
+        "the dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first",
     ):
         different_data(differ, Place("train.py", 3))
 

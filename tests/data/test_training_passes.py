@@ -755,7 +755,7 @@ def test_a_scope_inside_a_scope_entered_while_a_pass_is_open():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("strategy", "of_losses"), [("ddp", " A loss is the mean over ranks already once backward() was called on it."), ("local_sgd", "")]
+    ("strategy", "of_losses"), [("ddp", " After its backward(), a loss is the mean over all ranks already."), ("local_sgd", "")]
 )
 def test_a_share_is_said_once_for_each_line(capsys, strategy, of_losses):
     with parwrap.distributed(strategy=strategy):

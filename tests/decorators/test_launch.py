@@ -253,7 +253,7 @@ def test_the_machine_must_have_as_many_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # stands for a machine that has them
     with pytest.raises(
         LaunchError,
-        match=r"^nprocs=3 is more than the GPUs that torch can use here \(2\), and backend='nccl' needs one for each rank. "
+        match=r"^nprocs=3 starts 3 ranks, but torch can use 2 GPUs here, and backend='nccl' needs one for each rank. "
         r"Use at most 2, or leave out backend= to let ranks share GPUs over gloo\.$",
     ):
         launching.number_of_ranks(3, "nccl")

@@ -93,7 +93,7 @@ def test_what_asks_for_nccl_needs_a_gpu_for_each_rank(tmp_path):
     ended = run(tmp_path, "", "-m", "parwrap.run", "--nproc-per-node", str(MORE), "--backend", "nccl")
 
     assert 2 == ended.returncode
-    assert f"--nproc-per-node {MORE} is more than the GPUs that torch can use on this node" in ended.stderr.replace("\n", " ")
+    assert f"{MORE} ranks are more than the GPUs that torch can use on this node" in ended.stderr.replace("\n", " ")
 
 
 def test_another_device_number_is_explained(tmp_path):

@@ -109,8 +109,8 @@ def test_what_makes_no_sense_is_said_before_anything_is_submitted(argv, text):
         (["no.py"], "cannot find the script no.py: its path is relative to the current directory."),
         (
             ["--gpus-per-node", "2", "--nproc-per-node", "4", "train.py"],
-            "--nproc-per-node 4 is more than the GPUs that torch can use on this node (2). Start at most 2 ranks there, or add --backend "
-            "gloo to let ranks share GPUs.",
+            "4 ranks are more than the GPUs that torch can use on this node (2). Set --nproc-per-node to at most 2, or use --backend gloo "
+            "to let ranks share GPUs.",
         ),
     ],
 )

@@ -127,8 +127,8 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
         (
             ["--nproc-per-node", "3", "--nnodes", "2", "--rdzv-endpoint", "first:29400", "train.py"],  # nodes may have unlike GPUs
             2,
-            "--nproc-per-node 3 is more than the GPUs that torch can use on this node (2). "
-            "Start at most 2 ranks there, or add --backend gloo to let ranks share GPUs.",
+            "3 ranks are more than the GPUs that torch can use on this node (2). Set --nproc-per-node to at most 2, or use --backend gloo "
+            "to let ranks share GPUs.",
         ),
     ],
 )

@@ -202,7 +202,8 @@ def test_each_local_rank_sees_one_gpu():
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(
         LaunchError,
-        match=r"local rank 2 has no GPU: the ranks of this node see only 2 \(4, 7\)\. Start at most 2 ranks per node, or pass",
+        match=r"local rank 2 has no GPU: the ranks of this node see only 2 \(4, 7\)\. Start at most 2 ranks per node, or pass "
+        r"backend='gloo' \(--backend gloo\) to share GPUs\.$",
     ):
         visible_gpu(2, ["4", "7"])
 
