@@ -322,8 +322,11 @@ class ReplicaFiles:
         elif overlay.owns(place) and not (keep and overlay.marked(place)):
             return place
         fresh = overlay.fresh(key)
-        if keep and place:
+        while keep and place:
             shutil.copy(overlay.content(place), fresh)
+            before, place = place, overlay.find(key)
+            if place == before:  # else rank 0 has begun to change the file, maybe before it was copied: its old content is elsewhere now
+                break
         overlay.set(key, Entry(FILE, fresh))
         return fresh
 

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import parwrap
 from parwrap.checks.positions import Positions
 from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.files import intercepting_files
+from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.collectives import barrier, gather
 from parwrap.ranks.group import alone, current, rank
 
@@ -255,3 +257,39 @@ def test_a_rank_that_waits_for_a_checkpoint_while_rank_zero_waits_for_it_is_an_e
             ):
                 torch.load(tmp_path / "best.pt")
         parwrap.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_rank_zero_appends_to_while_another_rank_copies_it_begins_with_its_old_content(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    if rank() == 0:
+        log.write_text("old\n")
+    barrier()
+    copied, appended = tmp_path / "begins to copy", tmp_path / "has appended"
+
+    def copy_late(source, target):
+        with passing():
+            if not copied.exists():
+                copied.touch()
+                while not appended.exists():
+                    time.sleep(0.01)
+        return copy(source, target)
+
+    copy = shutil.copy
+    if rank() == 1:
+        monkeypatch.setattr(shutil, "copy", copy_late)
+    with files():
+        if rank() == 0:
+            with passing():
+                while not copied.exists():
+                    time.sleep(0.01)
+        with open(log, "a") as file:
+            file.write(f"{rank()}\n")
+        if rank() == 0:
+            with passing():
+                appended.touch()
+        seen = log.read_text()
+        barrier()
+
+    assert "old\n" + f"{rank()}\n" == seen
+    assert "old\n0\n" == log.read_text()
