@@ -610,7 +610,9 @@ class Trainer:
 def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_loader():
     with parwrap.distributed():
         training, loader = Training(), in_order()
-        next(Trainer(loader).batches)
+        trainer = Trainer(loader)  # held, or a collection inside of next() would take it apart and leave the iterator to this thread
+        next(trainer.batches)
+        del trainer
         training.step()
         if parwrap.rank() == 0:
             gc.collect()
