@@ -159,7 +159,10 @@ class PathRules:
         known = self._known.get(key)
         if known is None:
             above = {key, *ancestors(key)}
-            known = self._known[key] = not above.isdisjoint((*SYSTEM, *self._cache_roots(), *self._own))
+            known = not above.isdisjoint((*SYSTEM, *self._cache_roots(), *self._own)) or any(
+                self._rank_of(each) == self._rank for each in above
+            )
+            self._known[key] = known
         return known
 
     def own(self, key: str) -> None:
@@ -171,10 +174,14 @@ class PathRules:
         """Add this rank's mark to ``name``, the random part of a temporary file's name, if this thread's calls are intercepted."""
         return f"{name}~r{self._rank}" if self.looks() else name
 
+    def _rank_of(self, path: Any) -> int | None:
+        """The rank that the name of a temporary file belongs to; ``None`` for any other name."""
+        marked = _TEMPORARY_OF.search(os.path.basename(os.fsdecode(path)))
+        return None if marked is None else int(marked[1])
+
     def of_another_rank(self, path: Any) -> bool:
         """Whether ``path`` is a temporary file that another rank has made in this run."""
-        marked = _TEMPORARY_OF.search(os.path.basename(os.fsdecode(path)))
-        if marked is None or int(marked[1]) == self._rank:
+        if self._rank_of(path) in (None, self._rank):
             return False
         try:
             return os.lstat(path).st_ctime >= self.since

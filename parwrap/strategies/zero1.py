@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.intercept.skipped_steps import is_image
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place
@@ -104,6 +105,8 @@ class Zero1(DDP):
 
     def _begin(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Hide the gradients of parameters that other ranks step: now, or with a closure each time the closure has computed gradients."""
+        if is_image(args[0]):  # a step that is skipped
+            return None
         step, shards = _Step(optimizer, script_place()), self._shards[optimizer]
         self._steps.append(step)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -126,6 +129,8 @@ class Zero1(DDP):
 
     def _exchange(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Show the hidden gradients again, and exchange the stepped parameters with the other ranks."""
+        if is_image(args[0]):
+            return
         self._steps.pop().show()
         self._shards[optimizer].send()
 

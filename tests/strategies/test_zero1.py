@@ -357,6 +357,26 @@ def test_other_loops_are_as_with_ddp(loop):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("decorator", [parwrap.accumulate(2), parwrap.amp(dtype="float16")], ids=["accumulate", "amp"])
+def test_steps_that_are_skipped_are_skipped_as_with_ddp(decorator):
+    """By ``accumulate``, and by ``amp`` while the loss scale is too large."""
+
+    def loop():
+        model = model_of()
+        optimizer = adam(model.parameters())
+        for number, (x, y) in enumerate(DataLoader(DATA, batch_size=2)):
+            optimizer.zero_grad()
+            (nn.functional.mse_loss(model(x), y) * (1e6 if number == 1 else 1)).backward()  # overflows in float16
+            optimizer.step()
+        return model
+
+    weights, sharded = by_both(lambda: flat(decorator(loop)()))
+
+    assert torch.equal(weights, sharded)
+    assert weights.isfinite().all()
+
+
+@pytest.mark.ranks(2)
 def test_the_scripts_own_hooks_on_a_step_see_all_gradients_before_and_all_weights_after_it():
     def run():
         model = model_of()
