@@ -159,10 +159,8 @@ class PathRules:
         known = self._known.get(key)
         if known is None:
             above = {key, *ancestors(key)}
-            known = not above.isdisjoint((*SYSTEM, *self._cache_roots(), *self._own)) or any(
-                self._rank_of(each) == self._rank for each in above
-            )
-            self._known[key] = known
+            free = not above.isdisjoint((*SYSTEM, *self._cache_roots(), *self._own))
+            known = self._known[key] = free or any(self._rank_of(each) == self._rank for each in above)
         return known
 
     def own(self, key: str) -> None:

@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -293,3 +294,16 @@ def test_a_file_that_rank_zero_appends_to_while_another_rank_copies_it_begins_wi
 
     assert "old\n" + f"{rank()}\n" == seen
     assert "old\n0\n" == log.read_text()
+
+
+@pytest.mark.ranks(2)
+def test_what_has_a_name_of_tempfile_is_each_ranks_own_whoever_makes_it(tmp_path):
+    """For example the socket that multiprocessing's fork server listens at."""
+    with files():
+        name = tempfile.mktemp(dir=tmp_path)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(name)
+            os.chmod(name, 0o600)
+
+    assert 0o600 == os.stat(name).st_mode & 0o777
+    assert 2 == len(set(gather(name)))
