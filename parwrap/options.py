@@ -60,12 +60,14 @@ CHOICES: dict[str, dict[Any, str]] = {
 }
 
 AVERAGING = ("ddp", "zero1", "local_sgd")
+TOGETHER = (*AVERAGING, "fsdp", "parameter_server", "hogwild")
 OF_STRATEGIES = {
     **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
     "wrap": ("fsdp",),
     **dict.fromkeys(("every", "warmup", "outer", "outer_lr", "outer_momentum"), ("local_sgd",)),
     "lock": ("hogwild",),
     **dict.fromkeys(("servers", "staleness"), ("parameter_server",)),
+    **dict.fromkeys(("batch", "uneven", "lr", "loss"), TOGETHER),
 }
 """The options that only some strategies have, each with these."""
 

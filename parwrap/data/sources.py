@@ -81,7 +81,7 @@ class Sources:
             self._leave(opened)
         if self.in_loop():
             self._passes.draw()
-        if opened.shared and opened.drawn and self._trained_in(opened) and opened.place not in self._said:
+        if self._size > 1 and opened.shared and opened.drawn and self._trained_in(opened) and opened.place not in self._said:
             self._said.add(opened.place)
             of = f" of {opened.whole}" if opened.whole is not None else ""
             say(

@@ -82,6 +82,10 @@ NOT_HERE = {
     ),
     **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
     "epochs": "make it an argument of your function",
+    **{
+        name: f"write @parwrap.{name} below @parwrap.distributed, or --{name.replace('_', '-')}"
+        for name in ("accumulate", "amp", "data_parallel", "evaluate", "explain", "progress", "sync_bn", "uniform_length")
+    },
 }
 """Options of other tools that users may pass to ``distributed``, each with advice."""
 

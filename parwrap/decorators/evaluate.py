@@ -405,7 +405,7 @@ def _results(parts: list[Part]) -> list[Any]:
 def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Part]) -> str:
     """What differs, and the ``reduce`` that fits, if there is one."""
     where = f"; {differing[0][0]}" if differing[0][0] else ""
-    shared, of_all = (shortened(" ".join(repr(each).split()), 60) for each in differing[0][1:])
+    shared, of_all = _where_they_differ(*(" ".join(repr(each).split()) for each in differing[0][1:]))
     text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
     if (other := OTHERS.get(call.reduce) if isinstance(call.reduce, str) else None) is not None:
         name, why = other
@@ -418,6 +418,13 @@ def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: A
     if call.reduce in ("mean", "sum"):
         return f"{text} It is no {call.reduce} over parts, or it changes with random numbers, as in dropout."
     return text
+
+
+def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """Two texts that differ, shortened to where they do."""
+    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin = max(0, same - 20) if same > 50 else 0
+    return (("..." if begin else "") + shortened(one[begin:], 60), ("..." if begin else "") + shortened(other[begin:], 60))
 
 
 class _Effects:

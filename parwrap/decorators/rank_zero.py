@@ -153,12 +153,22 @@ def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], k
     try:
         with _running_alone():
             result = function(*args, **kwargs)
-            pickle.dumps(result)  # while it can still tell the others that it fails
+            _check_pickles(result, function.__qualname__)  # while it can still tell the others that it fails
     except BaseException as error:
         _store(group).set(outcome, in_one_line(error))
         raise
     _store(group).set(outcome, "")
     return broadcast(result)
+
+
+def _check_pickles(result: Any, name: str) -> None:
+    try:
+        pickle.dumps(result)
+    except Exception as error:
+        raise UsageError(
+            f"@parwrap.rank_zero_only(broadcast=True) sends the result of {name} to the other ranks, but it cannot be pickled: "
+            f"{type(error).__name__}: {error}. Return tensors or numbers, or objects of classes that are defined at the top of a module."
+        ) from error
 
 
 def _waiting_group(name: str) -> Group | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parwrap.errors import RankMismatchError, UsageError
+from parwrap.errors import RankMismatchError, UsageError, counted
 from parwrap.ranks.agreement import agree, first_other, home
 from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
 from parwrap.ranks.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
@@ -214,10 +214,9 @@ def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
     group = group_for(name)
     dtypes = [] if group is None else _common_dtypes(name, described(x), group)
     leaves: list[torch.Tensor] = []
-    mapped(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
-    size = 1
+    size = 1 if group is None else group.world.size
+    mapped(x, lambda leaf: leaves.append(_as_tensor(name, leaf, size)))
     if group is not None:
-        size = group.world.size
         leaves = [leaf.to(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes or [None] * len(leaves), strict=True)]
         with group.control_message(f"parwrap.{name}"):
             leaves = _all_reduced(leaves, group)
@@ -253,13 +252,24 @@ def _common_dtypes(name: str, structure: Structure, group: Group) -> list[torch.
     return mixed_dtypes(structure, structures) if structures else []
 
 
-def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
+MOST = 2**63 - 1
+"""The largest integer that a tensor holds."""
+
+
+def _as_tensor(name: str, leaf: Any, size: int) -> torch.Tensor:
     """A new tensor to sum ``leaf`` in, wide enough that a sum over many ranks loses no precision of the leaf."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         leaf = torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "biu" else np.ascontiguousarray(leaf).reshape(leaf.shape))
     if isinstance(leaf, torch.Tensor):
+        if leaf.layout != torch.strided:
+            raise UsageError(f"parwrap.{name}() takes dense tensors, not one of layout {leaf.layout}: pass x.to_dense().")
         wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(leaf.dtype, leaf.dtype)
         return leaf.detach().to(wide if wide.is_floating_point or wide.is_complex else torch.int64, copy=True)
+    if isinstance(leaf, int) and abs(leaf) > MOST // size:
+        raise UsageError(
+            f"parwrap.{name}() adds up whole numbers in 64 bits, so on {counted(size, 'rank')} none may be beyond {MOST // size}, but one "
+            f"is {leaf}. Pass a float, or add them up as Python does: sum(parwrap.gather(x))."
+        )
     if dtype := number_dtype(leaf):
         return torch.tensor(complex(leaf) if dtype.is_complex else float(leaf) if dtype.is_floating_point else int(leaf), dtype=dtype)
     raise UsageError(

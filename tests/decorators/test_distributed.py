@@ -116,6 +116,10 @@ def test_another_backend_inside_is_refused():
     ("options", "text"),
     [
         ({"bach": "global"}, "parwrap.distributed has no option 'bach'; did you mean 'batch'?"),
+        (
+            {"sync_bn": True},
+            "parwrap.distributed has no option 'sync_bn'; write @parwrap.sync_bn below @parwrap.distributed, or --sync-bn.",
+        ),
         *(
             (
                 {name: 2},

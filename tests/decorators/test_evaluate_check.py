@@ -168,6 +168,16 @@ def test_an_explicit_reduce_is_checked_too():
 
 
 @pytest.mark.ranks(2)
+def test_long_results_are_shown_where_they_differ():
+    def results(loader):
+        return {"scores": [float(each) for each in seen(loader)[0]], "version": [1]}
+
+    said = r"merged by reduce='gather' is \.\.\..*'version': \[1, 1\]}, but \.\.\..*'version': \[1\]} for all of the data"
+    with parwrap.distributed(), pytest.warns(UserWarning, match=said):
+        parwrap.evaluate(reduce="gather")(results)(scored())
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("reduce", "other"), [("mean", "sum"), ("sum", "mean")])
 def test_of_a_mean_and_a_sum_the_other_is_named_if_it_is_right(reduce, other):
     def ratio(loader):

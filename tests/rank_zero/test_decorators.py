@@ -45,6 +45,19 @@ def test_who_waits_for_a_result_learns_that_rank_zero_has_failed():
         fails()
 
 
+@pytest.mark.ranks(2)
+def test_a_result_that_cannot_be_pickled_is_named_on_every_rank():
+    @rank_zero_only(broadcast=True)
+    def make():
+        return lambda: None
+
+    said = r"rank_zero_only\(broadcast=True\) sends the result of .*make to the other ranks, but it cannot be pickled: .* Return tensors or"
+    with pytest.raises(
+        (UsageError, RankZeroError)[rank()], match=(said, "rank 0 failed in .*make, whose result .* cannot be pickled")[rank()]
+    ):
+        make()
+
+
 def test_options_that_cannot_be_are_refused():
     with pytest.raises(UsageError, match=r"cannot skip its body: write `if parwrap\.is_rank_zero"), rank_zero_only():
         pass

@@ -78,6 +78,24 @@ def test_flags():
     assert (True, False, True, False) == (parwrap.any_rank(one), parwrap.all_ranks(one), parwrap.all_ranks(True), parwrap.any_rank(False))
 
 
+@pytest.mark.ranks(2)
+def test_whole_numbers_whose_sum_may_not_fit_are_refused_and_others_are_exact():
+    assert 2**63 - 2 == parwrap.reduce_sum(2**62 - 1)
+    with pytest.raises(
+        UsageError,
+        match=r"parwrap.reduce_sum\(\) adds up whole numbers in 64 bits, so on 2 ranks none may be beyond 4611686018427387903, but one is "
+        r"4611686018427387904. Pass a float, or add them up as Python does: sum\(parwrap.gather\(x\)\).",
+    ):
+        parwrap.reduce_sum({"tokens": 2**62})
+    assert 2**63 == sum(parwrap.gather(2**62))
+
+
+@pytest.mark.ranks(2)
+def test_sparse_tensors_are_refused_with_the_remedy():
+    with pytest.raises(UsageError, match=r"parwrap.reduce_mean\(\) takes dense tensors, not one of layout torch.sparse_coo: pass x"):
+        parwrap.reduce_mean(torch.eye(2).to_sparse())
+
+
 def test_what_cannot_be_reduced_is_refused():
     with pytest.raises(
         UsageError,

@@ -218,6 +218,7 @@ def test_the_checks_still_see_ranks_that_come_apart(compress):
             "powersgd_rank=2 is refused, because torch's .* doubles gradients that are matrices of rank 1. Use 1, or",
         ),
         ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has no effect with compress='bf16': remove it, or use"),
+        ({"strategy": "none", "batch": "global"}, "batch='global' has no effect with strategy='none': .* that has this option: 'ddp'"),
         ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has no effect with strategy='none': .* that has this option: 'ddp'"),
         (
             {"strategy": "local_sgd", "compress": "bf16"},
