@@ -39,7 +39,7 @@ class DDP(OneModel):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self._sites = self._new_sites(self._buffers.watch)
+        self._sites = self._new_sites(self.buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
         self._thread: threading.Thread | None = None
         self._local = self._synced_steps = 0
@@ -114,7 +114,7 @@ class DDP(OneModel):
             loop.losses.write_mean(root, call, means[Entry.LOSS] + means[Entry.LOSS_LOW])
         if loop.same_step.grows or self._sites.arrived:
             self._sites.grow(site, call)
-        self._buffers.after_backward()
+        self.buffers.after_backward()
 
     def _in_running_backward(self) -> bool:
         """Whether this thread runs a part of the running backward, as autograd's own threads do for what is on GPUs."""
@@ -148,7 +148,7 @@ class DDP(OneModel):
         elif self._synced_steps != self.loop.optimizers.steps and not is_alone():
             self._synced_steps = self.loop.optimizers.steps
             self._weights.check()
-            self._buffers.begins_whole()
+            self.buffers.begins_whole()
 
     def moved(self, module: nn.Module) -> None:
         """Forget all sets of parameters, because a cast or move gives parameters other tensors. The next backward finds them again."""
@@ -171,4 +171,4 @@ class DDP(OneModel):
 
     def close(self) -> None:
         self._sites.close()
-        self._buffers.close()
+        self.buffers.close()

@@ -112,7 +112,7 @@ class Hogwild(OneModel):
             self._train_on()
         else:
             self._evaluate()
-            self._buffers.begins_whole()
+            self.buffers.begins_whole()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         super().set_mode(module, training)
@@ -142,7 +142,7 @@ class Hogwild(OneModel):
     def close(self) -> None:
         """Give the script's parameters ordinary memory."""
         self._weights.close()
-        self._buffers.close()
+        self.buffers.close()
         if self._lock:
             self._lock.close()
 

@@ -398,7 +398,7 @@ class ParameterServer(OneModel):
     def begins_pass(self, trains: bool) -> None:
         if not trains and not is_alone():
             self._evaluate()
-            self._buffers.begins_whole()
+            self.buffers.begins_whole()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         super().set_mode(module, training)
@@ -467,7 +467,7 @@ class ParameterServer(OneModel):
             self._last = Message(Kind.END, content=_pickled(states, self._group.call.result))
 
     def close(self) -> None:
-        self._buffers.close()
+        self.buffers.close()
         last, error = self._last, sys.exc_info()[1]
         if last.kind is Kind.FAILED and error is not None:
             last = last._replace(content=(in_one_line(error) if not isinstance(error, LockstepError) else str(error)).encode())

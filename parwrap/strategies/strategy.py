@@ -111,13 +111,17 @@ class Strategy(Interceptor):
 
 
 class OneModel(Strategy):
-    """The base of strategies whose ranks train one model: its buffers, and the metrics that schedule it, are rank 0's."""
+    """The base of strategies whose ranks train one model: its buffers, and the metrics that schedule it, are rank 0's.
+
+    Attributes:
+        buffers: sends the model's buffers.
+    """
 
     together = True
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self._buffers = Buffers(loop.group, loop.modules.first)
+        self.buffers = Buffers(loop.group, loop.modules.first)
 
     def _check_backward(self) -> None:
         """Refuse a backward in a pass that reads everything of a loader that is read in shares, and one that only one rank runs."""
@@ -130,7 +134,7 @@ class OneModel(Strategy):
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         if not training and not is_alone():
-            self._buffers.put_in_eval(module)
+            self.buffers.put_in_eval(module)
 
     def metric(self, metric: Any) -> Any:
         """Return rank 0's ``metric``, so that ``ReduceLROnPlateau`` decides alike: on GPUs, metrics differ in the last bits."""
