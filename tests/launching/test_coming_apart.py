@@ -119,6 +119,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_loss_that_leaves_out_a_batch_norm_on_one_rank_ends_with_both_places(parwrap_run, script):
     """The other rank waits inside of its backward for a message that never comes."""
     began = time.monotonic()

@@ -327,7 +327,9 @@ def test_the_other_nodes_report_that_the_first_was_stopped(tmp_path, script, num
     assert len(later) <= (0 if script == WAITING else 1)  # if it is not stopped first
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "parwrap.run: interrupted\n"), (signal.SIGTERM, "")])
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGINT, "parwrap.run: interrupted\n"), pytest.param(signal.SIGTERM, "", marks=pytest.mark.slow)]
+)
 def test_a_node_that_waits_for_others_can_be_stopped(tmp_path, number, said):
     (tmp_path / "train.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as free:
