@@ -15,7 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -407,24 +407,21 @@ def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: A
     where = f"; {differing[0][0]}" if differing[0][0] else ""
     shared, of_all = _where_they_differ(*(" ".join(repr(each).split()) for each in differing[0][1:]))
     text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
-    if (other := OTHERS.get(call.reduce) if isinstance(call.reduce, str) else None) is not None:
-        name, why = other
-        try:
-            fits = not compared(whole, merged(name, parts), _results(parts)).differing
-        except UsageError:
-            fits = False
-        if fits:
+    if not isinstance(call.reduce, str) or call.reduce not in OTHERS:
+        return text
+    name, why = OTHERS[call.reduce]
+    with suppress(UsageError):
+        if not compared(whole, merged(name, parts), _results(parts)).differing:
             return f'{text} It is right with reduce="{name}": {why}.'
-    if call.reduce in ("mean", "sum"):
-        return f"{text} It is no {call.reduce} over parts, or it changes with random numbers, as in dropout."
-    return text
+    return f"{text} It is no {call.reduce} over parts, or it changes with random numbers, as in dropout."
 
 
 def _where_they_differ(one: str, other: str) -> tuple[str, str]:
     """Two texts that differ, shortened to where they do."""
     same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    begin = max(0, same - 20) if same > 50 else 0
-    return (("..." if begin else "") + shortened(one[begin:], 60), ("..." if begin else "") + shortened(other[begin:], 60))
+    begin = same - 20 if same > 50 else 0
+    dots = "..." if begin else ""
+    return dots + shortened(one[begin:], 60), dots + shortened(other[begin:], 60)
 
 
 class _Effects:

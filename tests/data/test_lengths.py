@@ -142,9 +142,14 @@ def test_list_asks_for_the_length_of_the_pass_that_it_begins():
 
 
 @pytest.mark.ranks(2)
-def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_passes_is_named():
+@pytest.mark.parametrize("after_a_pass", [False, True], ids=["of a loader in order", "after a pass that reads everything"])
+def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_passes_is_named(after_a_pass):
+    """For example of a schedule, which may be built after a pass for the mean of the data."""
     with parwrap.distributed():
-        training, loader = Training(), DataLoader(range(10), batch_size=2)
+        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=after_a_pass)
+        if after_a_pass:
+            with torch.no_grad():
+                read(loader)
         given = len(loader)
         with pytest.warns(
             UserWarning,
@@ -152,20 +157,6 @@ def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_
             r"training.py:\d+ has 3 batches on each rank. A schedule of 5 steps is wrong. Write loader = parwrap.shard\(loader\) where the "
             "loader is made, so that its length is that of a share from the beginning.",
         ):
-            training.train(loader)
-
-    assert 5 == given
-
-
-@pytest.mark.ranks(2)
-def test_so_is_one_that_was_given_after_a_pass_that_reads_everything():
-    """For example the mean of the data, and then a schedule."""
-    with parwrap.distributed():
-        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
-        with torch.no_grad():
-            read(loader)
-        given = len(loader)
-        with pytest.warns(UserWarning, match=r"len\(loader\) was 5 at test_lengths.py:\d+, before the loader was trained on, but"):
             training.train(loader)
 
     assert 5 == given
