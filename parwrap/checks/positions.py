@@ -252,6 +252,10 @@ class Positions:
                 raise self.error(f"a rank has not ended within {timeout:g} s")
             time.sleep(0.005)
 
+    def another_raised(self) -> bool:
+        """Whether another rank of the node has raised, so that it takes no further step."""
+        return any(self._numbers[other * WORDS + STATE] == State.RAISED for other in self._others)
+
     def check_wait(self, since: float, what: str, patience: float = 10.0) -> None:
         """Raise if the node's first rank, for which this rank waits outside of any step, will never do what this rank waits for.
 

@@ -1,11 +1,12 @@
-"""Finds ranks of different nodes that wait for each other forever. Within a node, ``positions.py`` finds them on pages of shared memory.
+"""Ends a wait that has no end, from a thread: of ranks of different nodes for each other, and on GPUs for a rank that has failed.
 
-A rank that has been blocked in one step for two seconds puts its page into the store, and compares it with that of the next rank. If ranks
-are blocked at different positions, some rank differs from the next one, so one comparison for each rank suffices. Nothing is sent while
-ranks move. A page that is out of date proves nothing and does no harm, because counts only grow.
+Within a node, ``positions.py`` finds ranks that come apart on pages of shared memory. Across nodes, a rank that has been blocked in one
+step for two seconds puts its page into the store, and compares it with that of the next rank. If ranks are blocked at different positions,
+some rank differs from the next one, so one comparison for each rank suffices. Nothing is sent while ranks move. A page that is out of date
+proves nothing and does no harm, because counts only grow.
 
 On a GPU a rank may also be blocked while it runs the script: where it reads a number, such as a loss. The script may as well compute for
-long there, so it looks again only after 4, 8, 16 seconds, and so on.
+long there, so it looks again only after 4, 8, 16 seconds, and so on. Python does not run there, and so no handler of a signal.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from parwrap.checks.positions import Page, Positions, State, apart, sentence
+from parwrap.loop.interrupts import Interrupts, noting_arrivals
 from parwrap.ranks.background import in_background
 from parwrap.ranks.group import Group
 from parwrap.ranks.store import SignedStore
+from parwrap.torch_private.distributed import abort_nccl
 
 __all__ = ["watched"]
 
@@ -28,43 +32,65 @@ PATIENCE = 2.0
 
 INTERVAL = 0.25
 
+UNHEARD = 8.0
+"""Seconds after which a signal that Python has not handled shows that this rank waits on its GPU for ranks that have failed."""
+
 
 @contextmanager
-def watched(group: Group, positions: Positions, report: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, end this process if it and a rank of another node can never meet. On one node the pages suffice.
+def watched(group: Group, positions: Positions, interrupts: Interrupts, report: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, end this rank's wait for ranks that it can never meet.
 
     Args:
         group: the process group.
         positions: the pages of this node.
+        interrupts: holds signals.
         report: shows an error, also on ranks that are silent otherwise.
     """
-    if group.store is None or group.world.on_one_node:
+    with ExitStack() as threads:
+        if group.store is not None and not group.world.on_one_node:
+            run = partial(_compare_with_other_nodes, group, positions, report)
+            threads.enter_context(in_background(run, "parwrap watchdog"))
+        if group.backend == "nccl":
+            run = partial(_let_go_of_failed, positions, interrupts, threads.enter_context(noting_arrivals()))
+            threads.enter_context(in_background(run, "parwrap watchdog of the GPU"))
         yield
-        return
+
+
+def _compare_with_other_nodes(group: Group, positions: Positions, report: Callable[[str], None], stopped: threading.Event) -> None:
+    """End this process if it and a rank of another node can never meet."""
+    assert group.store is not None
     store = SignedStore(group.store, f"positions {positions.opening}")
     rank, following = group.world.rank, (group.world.rank + 1) % group.world.size
     blocks = {State.BACKWARD, State.AVERAGES, State.CONTROL, State.INNER} | ({State.RUNS} if group.device.type == "cuda" else set())
+    seen, since, patience = positions.now(), time.monotonic(), PATIENCE
+    put: Page | None = None
+    while not stopped.wait(INTERVAL):
+        mine = positions.now()
+        if mine != seen or mine.state not in blocks:
+            seen, since, patience = mine, time.monotonic(), PATIENCE
+        elif time.monotonic() - since > patience:
+            patience *= 2 if mine.state == State.RUNS else 1
+            if mine != put:
+                store.set(f"rank {rank}", list(mine))
+                put = mine
+            if store.has(f"rank {following}"):
+                theirs = Page(*store.get(f"rank {following}", list))
+                if apart(mine, theirs) or apart(theirs, mine):
+                    # the main thread is blocked in native code, so it cannot raise
+                    there = sentence(theirs, theirs.place)
+                    why = f"rank {following} {there}, and rank {rank} can never meet it there. The ranks of this node"
+                    report(f"{positions.error(why)}")
+                    os._exit(1)
 
-    def watch(stopped: threading.Event) -> None:
-        seen, since, patience = positions.now(), time.monotonic(), PATIENCE
-        put: Page | None = None
-        while not stopped.wait(INTERVAL):
-            mine = positions.now()
-            if mine != seen or mine.state not in blocks:
-                seen, since, patience = mine, time.monotonic(), PATIENCE
-            elif time.monotonic() - since > patience:
-                patience *= 2 if mine.state == State.RUNS else 1
-                if mine != put:
-                    store.set(f"rank {rank}", list(mine))
-                    put = mine
-                if store.has(f"rank {following}"):
-                    theirs = Page(*store.get(f"rank {following}", list))
-                    if apart(mine, theirs) or apart(theirs, mine):
-                        # the main thread is blocked in native code, so it cannot raise
-                        there = sentence(theirs, theirs.place)
-                        why = f"rank {following} {there}, and rank {rank} can never meet it there. The ranks of this node"
-                        report(f"{positions.error(why)}")
-                        os._exit(1)
 
-    with in_background(watch, "parwrap watchdog"):
-        yield
+def _let_go_of_failed(positions: Positions, interrupts: Interrupts, arrived: Callable[[], bytes], stopped: threading.Event) -> None:
+    """Abort NCCL once a rank of the node has raised, or Python does not handle a signal: the main thread then waits no longer."""
+    since: float | None = None
+    while not stopped.wait(INTERVAL):
+        failed, unheard = positions.another_raised(), interrupts.unheard(arrived())
+        since = (since or time.monotonic()) if failed or unheard else None
+        if since is not None and time.monotonic() - since > (PATIENCE if failed else UNHEARD):
+            if unheard:
+                interrupts.hold_no_more()
+            abort_nccl()
+            return

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import IOBase
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ from parwrap.rank_zero.scratch import CheckWait
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import without
-from parwrap.ranks.group import Group, say
+from parwrap.ranks.group import Group, is_failure, say
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
@@ -392,9 +392,9 @@ class _Scope(Interceptor):
             if self._whole is not None:
                 output = self._undo.enter_context(output_of(self._whole.world.rank, log, heard))
                 check_wait = None
-                if self._group is not None and self._same_step is not None:
+                if self._group is not None and self._same_step is not None and self._interrupts is not None:
                     report = functools.partial(_report, self._whole.world.rank, output)
-                    self._undo.enter_context(watched(self._group, self._same_step.positions, report))
+                    self._undo.enter_context(watched(self._group, self._same_step.positions, self._interrupts, report))
                     check_wait = self._same_step.positions.check_wait
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
                 if hidden:
@@ -402,17 +402,21 @@ class _Scope(Interceptor):
             if not quiet:
                 self._warnings = self._undo.enter_context(parwraps_warnings())
             self._undo.enter_context(intercepting(interceptors, module))
+            self._undo.push(self._leave)
             try:
                 with explained():
                     yield
             except BaseException as error:
                 report_failure(error)
-                if isinstance(error, SystemExit) and not error.code:
+                if not is_failure(error):
                     self._end(False, quiet)
-                elif self._same_step is not None:
-                    self._same_step.positions.raised()
                 raise
             self._end(not hidden, quiet)
+
+    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Tell the other ranks of the node about an error that leaves the scope."""
+        if error is not None and is_failure(error) and self._same_step is not None:
+            self._same_step.positions.raised()
 
     def part(self) -> int | None:
         """The number of samples in this rank's part of a batch, if batches are divided."""

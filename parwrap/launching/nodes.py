@@ -170,13 +170,14 @@ class Nodes:
                 for failure in self._store.get(f"failures/{node}", list):
                     Failure.checked(failure).write(self._failures)
             lost = self._store.get("failed", str)
-            if not lost and all(failure.lost_another for failure in read_failures(self._failures)):
+            unexplained = not lost and all(failure.lost_another for failure in read_failures(self._failures))
+            if unexplained:
                 # a node that is being stopped has lost its ranks, and so have others, before it could say so
                 lost = next((self._store.get(f"lost/{node}", str) for node in others if self._store.has(f"lost/{node}")), "")
             self.lost = bool(lost)
             if lost:
                 print(f"parwrap: {lost}", file=sys.stderr)
-            elif silent:
+            elif silent and unexplained:
                 names = ", ".join(self._names[node] for node in silent)
                 print(
                     f"parwrap: no answer from {names}: look there first, because ranks here lose their connection to a node that stops",

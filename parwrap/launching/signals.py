@@ -55,7 +55,7 @@ def _as_before() -> None:
 
 def note_signals(directory: Path) -> None:
     """Record the signals that this rank receives from now on. The script may override this with ``signal.set_wakeup_fd``."""
-    noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | OPEN_OWN | getattr(os, "O_NONBLOCK", 0))
+    noted = os.open(_notes(directory, os.getpid()), os.O_RDWR | os.O_CREAT | os.O_APPEND | OPEN_OWN | getattr(os, "O_NONBLOCK", 0))
     signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
     run_after_fork(partial(_forget, noted))
 

@@ -6,17 +6,20 @@ that backward all ranks raise. So the ranks of a script that catches the interru
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from parwrap.ranks.platform import raise_in_main_thread
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "noting_arrivals"]
 
 LONGEST = 2.0
 """Seconds after which a rank that reaches no backward raises by itself."""
@@ -82,7 +85,38 @@ class Interrupts:
         self.held, self.raised = None, True
         self._handlers.get(number, signal.default_int_handler)(number, frame)
 
+    def unheard(self, arrived: bytes) -> bool:
+        """Whether one of the signals that have ``arrived`` is to be held, and Python has not done so: the main thread is in native code."""
+        return self.held is None and not self.raised and any(signal.getsignal(number) == self._hold for number in arrived)
+
+    def hold_no_more(self) -> None:
+        """From now on, a signal raises at once, because no backward of all ranks will come."""
+        self.raised = True
+
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+@contextmanager
+def noting_arrivals() -> Iterator[Callable[[], bytes]]:
+    """Yields a function that returns the numbers of the signals that have arrived in the block, also those that Python has not handled yet.
+
+    Python's own C handler notes them, in the launcher's file if there is one. If something else is told of signals, none is noted here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield bytes
+        return
+    noted = before = signal.set_wakeup_fd(-1)
+    with tempfile.TemporaryFile(buffering=0) as own:
+        if before == -1:
+            noted = own.fileno()
+            os.set_blocking(noted, False)
+        signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+        at_entry = os.fstat(noted)
+        try:
+            yield lambda: os.pread(noted, os.fstat(noted).st_size, at_entry.st_size) if stat.S_ISREG(at_entry.st_mode) else b""
+        finally:
+            if before == -1 and (now := signal.set_wakeup_fd(-1)) != noted:
+                signal.set_wakeup_fd(now)  # the script's

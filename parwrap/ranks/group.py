@@ -29,6 +29,7 @@ __all__ = [
     "alone",
     "current",
     "is_alone",
+    "is_failure",
     "is_outside",
     "is_rank_zero",
     "is_reading_stream",
@@ -123,7 +124,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
                 yield _current
         except BaseException as error:
             # NCCL would wait for what this rank has begun and the others may never take part in
-            if backend == "nccl" and _is_failure(error) and dist.is_initialized():
+            if backend == "nccl" and is_failure(error) and dist.is_initialized():
                 abort_process_groups()
             raise
         finally:
@@ -298,7 +299,8 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
-def _is_failure(error: BaseException) -> bool:
+def is_failure(error: BaseException) -> bool:
+    """Whether ``error`` ends a rank with another status than 0."""
     return not isinstance(error, SystemExit) or bool(error.code)
 
 
@@ -311,7 +313,7 @@ def _naming_first_failure(group: Group) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _is_failure(error) or group.store is None:
+        if not is_failure(error) or group.store is None:
             raise
         cause = in_one_line(error)
         first = f"{group.world.rank} {cause}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parwrap.torch_private.versions import private
 
 __all__ = [
+    "abort_nccl",
     "abort_process_groups",
     "check_reducer_finalized",
     "has_rebuilt_buckets",
@@ -23,8 +24,10 @@ __all__ = [
     "set_default_group",
 ]
 
-abort_process_groups: Callable[[], None] = private("torch.distributed.distributed_c10d._abort_process_group")
-"""Ends all process groups without waiting for running collectives. Publicly, NCCL waits for ranks that may never come."""
+_abort_process_group: Callable[[], None] = private("torch.distributed.distributed_c10d._abort_process_group")
+
+_aborted: list[dist.ProcessGroup] = []
+"""Keeps groups: when torch deletes one of NCCL, it waits for a thread that sleeps for a minute if NCCL has seen the failure."""
 
 set_default_group: Callable[[dist.ProcessGroup | None], None] = private("torch.distributed.distributed_c10d._update_default_pg")
 """Sets the process group that collectives run in by default. Publicly, that is always the group of all ranks."""
@@ -34,6 +37,25 @@ has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_ha
 
 check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
 """Raises ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP checks only in the next forward."""
+
+
+def abort_process_groups() -> None:
+    """End all process groups without waiting for running collectives. Publicly, NCCL waits for ranks that may never come."""
+    _aborted.extend(dist.distributed_c10d._world.pg_map)
+    _abort_process_group()
+
+
+def abort_nccl() -> None:
+    """End all of NCCL's collectives without waiting for other ranks. What this process then sends over NCCL raises; gloo goes on.
+
+    Publicly, there is no way to do so from a thread while another one waits for a GPU.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_nccl_available() else ():
+        with suppress(RuntimeError):  # it has no backend for GPUs
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, dist.ProcessGroupNCCL):
+                backend.abort()
+
 
 GLOO_SPEAKS = torch.__version__ < (2, 11)  # type: ignore[operator]
 """Whether gloo prints a line to stdout for each new process group. Nothing turns it off."""

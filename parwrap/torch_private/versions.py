@@ -35,6 +35,7 @@ OF_RANKS = (
     "torch.autograd.graph.Node._input_metadata",
     "torch.compiler._is_exporting_flag",
     "torch.cuda._is_in_bad_fork",
+    "torch.distributed.ProcessGroup._get_backend",
     "torch.distributed.Reducer._check_reducer_finalized",
     "torch.distributed._composable_state._module_state_mapping",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh|_dim_group_names",

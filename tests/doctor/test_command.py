@@ -139,6 +139,7 @@ def test_a_hang_between_launched_ranks_ends_in_time_and_shows_where_they_are(doc
     )
 
 
+@pytest.mark.slow
 def test_a_hang_of_forked_ranks_ends_in_time(doctor):
     code, stdout, _ = ended(doctor("-c", STUCK, "2"))
 

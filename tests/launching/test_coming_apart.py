@@ -98,6 +98,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 def test_ranks_in_different_batch_norms_end_with_both_places(parwrap_run, script):
     status, _, stderr = parwrap_run("--nproc-per-node", "2", "--sync-bn", script(NORMALIZES))
 

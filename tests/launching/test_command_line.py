@@ -58,7 +58,12 @@ def test_what_follows_the_script_arrives_unchanged(before, arguments):
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--nproc-per-node", "2", "--all-ranks"], pytest.param(["--nproc-per-node", "2", "--plain"], marks=pytest.mark.slow)]
+    "options",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["--nproc-per-node", "2", "--all-ranks"],
+        pytest.param(["--nproc-per-node", "2", "--plain"], marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("target", [["train.py"], pytest.param(["-m", "train"], marks=pytest.mark.slow)])
 def test_a_script_gets_arguments_that_look_like_ours_after_a_notice_of_one_rank(script, parwrap_run, options, target):
@@ -139,7 +144,9 @@ def test_an_unknown_command_is_refused_with_the_one_to_write(started):
     assert 2 == process.returncode
 
 
-@pytest.mark.parametrize("start", [["-m", "parwrap"], [str(Path(sysconfig.get_path("scripts"), "parwrap"))]])
+@pytest.mark.parametrize(
+    "start", [pytest.param(["-m", "parwrap"], marks=pytest.mark.slow), [str(Path(sysconfig.get_path("scripts"), "parwrap"))]]
+)
 def test_parwrap_run_is_the_command_of_the_module(script, started, start):
     script("import os, sys; print(sys.argv[1:], os.environ['RANK'])")
     command = [*start, "run", "--nproc-per-node", "2", "--plain", "--all-ranks", "-m", "train", "--seed"]

@@ -137,6 +137,7 @@ raise KeyError("no such key")
     assert ["train.py"] == os.listdir()
 
 
+@pytest.mark.slow
 def test_what_a_worker_reports_of_a_script_that_is_killed(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("import os; os.kill(os.getpid(), 9)")

@@ -96,6 +96,7 @@ def test_it_runs_as_under_plain_python(tmp_path_factory):
         assert ("open" if "left" in "".join(files.values()) else None) == left
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_the_exit_code_of_a_shell(tmp_path):
     (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
     code, _, stderr = outcome("-c", RUN_ALONE, "train.py", "file", cwd=tmp_path)

@@ -95,6 +95,7 @@ def test_nothing_is_said_by_other_nodes_or_when_all_have_come(server, place, cap
     assert "" == capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_where_nodes_are_numbered_as_they_come_it_is_said_how_many_are_missing(capsys):
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"

@@ -161,7 +161,7 @@ def test_another_user_can_neither_read_nor_change_nor_stop_a_job(job, shared):
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["folder", pytest.param("link", marks=pytest.mark.slow), "file"])
+@pytest.mark.parametrize("kind", ["folder", *(pytest.param(each, marks=pytest.mark.slow) for each in ("link", "file"))])
 def test_what_another_user_has_put_at_the_place_of_the_folder_is_refused(tmp_path, shared, kind):
     place = shared / f"parwrap-{os.getuid()}"
     make = {"folder": place.mkdir, "link": lambda: place.symlink_to(tmp_path), "file": place.touch}[kind]

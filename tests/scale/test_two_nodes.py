@@ -127,6 +127,7 @@ def test_ranks_that_come_apart_end_both_nodes_with_the_remedy(tmp_path, nodes, o
     assert not (tmp_path / "two" / "trained.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_both_nodes_with_its_error(tmp_path, nodes):
     ended = trained(tmp_path / "two", "raise ValueError('unhappy')", 3, *on_two(nodes))
 

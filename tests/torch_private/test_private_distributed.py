@@ -1,6 +1,7 @@
 """The private names of process groups and DDP that parwrap uses, in a group of one rank."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from parwrap.torch_private import distributed
 
 
 @pytest.fixture(autouse=True)
-def _group():
+def _group(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch wraps it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     if dist.is_initialized():
@@ -24,6 +26,14 @@ def test_process_groups_are_ended_without_waiting():
     distributed.abort_process_groups()
 
     assert not dist.is_initialized()
+
+
+def test_gloo_goes_on_when_nccl_is_aborted():
+    distributed.abort_nccl()  # tests/gpu has ranks that wait for it
+
+    numbers = torch.ones(1)
+    dist.all_reduce(numbers)
+    assert 1 == numbers
 
 
 def test_another_group_can_be_the_default():

@@ -1,5 +1,6 @@
 """The private names of ``fully_shard`` and ``DTensor`` that parwrap uses."""
 
+import sys
 import weakref
 
 import pytest
@@ -13,7 +14,8 @@ from parwrap.torch_private import fsdp, modules, tensors
 
 
 @pytest.fixture(autouse=True)
-def _group():
+def _group(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch wraps it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     if dist.is_initialized():
