@@ -27,13 +27,14 @@ class pad_collate:
     """Make a batch of samples whose sequences differ in length, for ``DataLoader(collate_fn=...)``.
 
     A sample is a sequence, or a tuple, list or dict of fields. Sequences are tensors and arrays, padded along their first dimension, and
-    lists of numbers. ``default_collate`` handles fields that are not sequences or all have the same shape, such as labels.
+    lists of numbers, also in nested dicts, lists and tuples. ``default_collate`` handles everything else, such as labels.
 
     Args:
-        pad_value: the padding value, or a dict from the name or position of a field to its value. Other fields are padded with 0, and
-            ``labels`` with -100.
-        multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence of
-            a sample and to others that always have the same length as it.
+        pad_value: the padding value, or a dict from the name or position of a field to its value. Fields that a dict does not name are
+            padded with 0, and ``labels`` with -100. A number is not for ``labels``, nor for ``attention_mask`` and ``token_type_ids``,
+            which are padded with 0.
+        multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to ``input_ids``, or
+            else to the first sequence of a sample, and to sequences that are as long as it in every sample of the batch.
         attention_mask: whether to add a mask of ones for tokens and zeros for padding. It follows ``input_ids``, or else the
             first sequence. In a dict its key is ``attention_mask``; in a tuple it comes last. By default it is added to dicts that have
             ``input_ids`` and no mask.

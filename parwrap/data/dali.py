@@ -106,10 +106,11 @@ class Pipelines(Sources):
         if not exhausted or trained or not (is_part or opened.shared) or (place, is_part) in self._warned:
             return
         self._warned.add((place, is_part))
-        remedy = "remove num_shards=, random_shuffle= and shuffle_after_epoch=" if is_part else "wrap the loop in torch.no_grad()"
+        remedies = ["remove num_shards=, random_shuffle= and shuffle_after_epoch="] * is_part
+        remedies += ["wrap the loop in torch.no_grad()"] * opened.trains
         warn(
             f"parwrap: {place} read a DALI pipeline, and no backward followed: what was computed covers only this rank's share. For every "
-            f"rank to read everything, {remedy}."
+            f"rank to read everything, {' and '.join(remedies)}."
         )
 
     def _digits(self, iterator: Any, readers: Mapping[str, list[Mapping[str, Any]]]) -> tuple[int, ...]:

@@ -213,8 +213,9 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
     def _refuse_too_long(self) -> None:
         longest = int(self._padded().max(initial=0))
         if self.max_tokens is not None and longest > self.max_tokens:
+            rounded = f", rounded up to multiple_of={self.multiple_of}" if self.multiple_of > 1 else ""
             raise UsageError(
-                f"sample {int(self._padded().argmax())} has {longest} tokens, more than the limit of a batch, "
+                f"sample {int(self._padded().argmax())} takes {longest} tokens{rounded}, more than the limit of a batch, "
                 f"max_tokens={self.max_tokens}: raise max_tokens, or shorten or drop the sample."
             )
 

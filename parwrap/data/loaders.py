@@ -231,10 +231,9 @@ class Loaders(Sources, Interceptor):
         return loader in _sharded or (place not in known.whole_at and self._may_train())
 
     def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
-        if self._options().uneven == "drop":
-            refuse_nothing(loader, self._size)
         with self._drawing():
             share, opened.weights = self._share(loader, known)
+            refuse_nothing(loader, share, self._size, self._options().uneven)
             opened.data = data_digits(loader, self._held(loader, known), known.seed)
             self._check_length(loader, known, opened)
         split = was_split(share.dataset)

@@ -148,12 +148,13 @@ class _Merge:
         return of
 
     def _number(self, kind: str, results: list[Any], name: str) -> Any:
-        if kind == "gather":
-            raise UsageError(
-                f"evaluate(reduce='gather'): {name} is a number, {results[0]!r}: return a list or a tensor, or use 'sum' or 'mean' for "
-                "it, for example reduce={'predictions': 'gather', 'correct': 'sum'}."
-            )
         inexact = next((each for each in results if not isinstance(each, (int, np.integer))), None)
+        if kind == "gather":
+            fits = "'sum'" if inexact is None else "'sum' or 'mean'"
+            raise UsageError(
+                f"evaluate(reduce='gather'): {name} is a number, {results[0]!r}: return a list or a tensor, or use {fits} for it, for "
+                "example reduce={'predictions': 'gather', 'correct': 'sum'}."
+            )
         if inexact is None:
             if kind == "mean":
                 raise _no_mean(name)

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.errors import UsageError
+from parwrap.errors import UsageError, counted
+from parwrap.places import script_place
 from parwrap.torch_private.dataloader import ITERATOR
 
 __all__ = [
@@ -155,18 +156,27 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
     return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
 
 
-def refuse_nothing(loader: DataLoader, size: int) -> None:
-    """Raise if ``uneven="drop"`` would leave nothing of a short loader."""
+def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str) -> None:
+    """Raise if one process has a batch of ``loader``, and each of ``size`` ranks has none in its ``share``."""
     try:
-        whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
-    except TypeError:
-        return  # a loader of unknown length has a batch for every rank, or none
-    if whole < size:
-        what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
+        whole, own = _batches(loader), _batches(share)
+    except TypeError:  # of unknown length
+        return
+    if own == 0 < whole:
+        drops = {'uneven="pad"': 'uneven="drop" skips what does not divide evenly'} if uneven == "drop" else {}
+        if loader.drop_last:
+            drops["drop_last=False"] = f"drop_last=True drops a batch of fewer than {loader.batch_size} samples"
+        what = counted(len(loader.dataset), "sample") if is_plain(loader) else "a loader"  # type: ignore[arg-type]
         raise UsageError(
-            f'uneven="drop" leaves no data to train on: a DataLoader has {whole} {what} for {size} ranks. Use uneven="pad", which '
-            'repeats some, or uneven="join", or start fewer ranks.'
+            f"{script_place()} would train on nothing: one process reads {counted(whole, 'batch')} of {what} in a pass, and each of {size} "
+            f"ranks none, because {' and '.join(drops.values()) or 'its sampler gives none'}. Use "
+            f'{" and ".join(drops) or "another sampler"}, or batch="global", which divides each batch, or start fewer ranks.'
         )
+
+
+def _batches(loader: DataLoader) -> int:
+    """The number of batches that the samplers of ``loader`` give."""
+    return len(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
 
 
 def _in_rounds(pieces: int, size: int, uneven: str) -> int:

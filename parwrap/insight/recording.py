@@ -432,7 +432,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _HandWritten(DistributedDataParallel):
-    """torch's class as a subclass, because parwrap stands aside if a script builds ``DistributedDataParallel`` itself."""
+    """A subclass of torch's class: where a script builds that class itself, parwrap stands aside, but not for a subclass."""
 
 
 class _ByHand(Interceptor):

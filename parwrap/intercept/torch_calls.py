@@ -143,9 +143,10 @@ def _bound(
     inputs: Any = None,
     given: tuple[torch.Tensor | GradientEdge, ...] | None = None,
 ) -> Backward:
-    """The :class:`Backward` for arguments as in torch's signature. Another interceptor also passes the tensors ``given`` by the script.
+    """The :class:`Backward` for arguments as in torch's signature.
 
-    The deprecated ``grad_variables`` is the old name of ``grad_tensors``.
+    ``given`` are the tensors that the script passed: an outer interceptor passes them on where it calls with others. ``grad_variables`` is
+    the old name of ``grad_tensors``.
     """
     one = (torch.Tensor, GradientEdge)
     tensors = (tensors,) if isinstance(tensors, one) else tuple(tensors)

@@ -52,7 +52,7 @@ class Job:
 
 
 def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
-    """The job for ``python -m parwrap.run ARGV``; ``None`` if ``--launcher`` is not given or belongs to the script.
+    """The job for ``python -m parwrap.run ARGV``, which has ``--launcher`` in it; ``None`` if that option belongs to the script.
 
     Args:
         argv: the command line without the program's name.
@@ -60,7 +60,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
         cores: the number of CPU cores of a node, if known.
 
     Raises:
-        UsageError: an unknown option or value, an option of another launcher, or two that exclude each other.
+        UsageError: no ``--launcher``, an unknown option or value, an option of another launcher, or two that exclude each other.
         LaunchError: the script or the launcher's package does not exist.
     """
     name = _first_name(argv)

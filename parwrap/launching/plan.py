@@ -416,7 +416,8 @@ def look_for(target: str, arguments: argparse.Namespace) -> None:
         raise LaunchError(f"cannot find the program {target}: pass its path, or the name of a program on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):
         hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
-        raise LaunchError(f"cannot find the script {target}: its path is relative to the current directory.{hint}")
+        wrong = "correct its path" if os.path.isabs(target) else "its path is relative to the current directory"
+        raise LaunchError(f"cannot find the script {target}: {wrong}.{hint}")
     if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
         raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: pass the path of a script in it.")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
@@ -549,8 +550,8 @@ def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], 
     if isinstance(value, str) and name in ("node_rank", "master_port"):
         if not value.strip().isdecimal():
             raise LaunchError(
-                f"--{name.replace('_', '-')} is set to {value!r} by the environment, which is not an integer: pass the option on the "
-                "command line."
+                f"the environment sets --{name.replace('_', '-')} to {value!r}, which is not an integer: correct the variable, or pass the "
+                "option on the command line."
             )
         value = int(value)
     setattr(arguments, name, value)

@@ -20,7 +20,7 @@ VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "U
 
 
 def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
-    """The leaf tensors that would get a gradient from a backward pass of ``tensors``, those used first in the forward pass first.
+    """The leaf tensors that would get a gradient from a backward pass of ``tensors``, in an order that the graph alone decides.
 
     >>> weight, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
     >>> [leaf is weight for leaf in reached([(weight * x).sum()])]
@@ -72,7 +72,7 @@ def _is_view_of_leaf(node: Any) -> bool:
 
 
 def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
-    """The nodes of the graph behind ``tensors``, each once; on a single path the newest come first."""
+    """The nodes of the graph behind ``tensors``, each once, depth first."""
     nodes = [
         each.node if isinstance(each, GradientEdge) else get_gradient_edge(each).node
         for each in tensors

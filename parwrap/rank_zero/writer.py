@@ -247,7 +247,7 @@ class WriterFiles:
         pass
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: a file appears as a whole or not at all, and the other ranks can load it."""
+        """``torch.save``: a file named by its path appears as a whole or not at all. The other ranks can load it, and an open file too."""
         path = saved_path(file)
         if path is None or not self._rules.looks():
             return write(file)

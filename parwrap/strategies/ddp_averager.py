@@ -57,8 +57,10 @@ class GradientAverager:
         parameters: the leaf tensors, in the order of the model; the same on every rank.
         sparse: the ids of the parameters that get sparse gradients.
         at_end: called when a backward has reached its end, before it waits for the averages.
-        others: the ids of parameters of the set that something else averages, each with a function: has a backward reached it?
-        sender: given the signal, returns the hook that compresses and sends a bucket; with ``None``, buckets are sent uncompressed.
+        others: the ids of parameters of the set whose gradients something else averages, each with a function that returns whether the
+            backward has reached it.
+        sender: returns the hook that compresses and sends a bucket, for the signal: the parameter whose gradient carries this rank's
+            numbers. With ``None``, buckets are sent uncompressed.
         options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
 
     Raises:

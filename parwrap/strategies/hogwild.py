@@ -22,17 +22,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
 from parwrap.rank_zero.path_rules import passing
-from parwrap.ranks.agreement import agree, agree_on
+from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.platform import OPEN_OWN, lock_for_process, shared_memory, unlock_for_process
 from parwrap.strategies.ddp_sites import made_equal
-from parwrap.strategies.strategy import Loop, OneModel
+from parwrap.strategies.strategy import Loop, OneModel, differing_parameter
 from parwrap.torch_private.optimizer import stepping
 
 __all__ = ["Hogwild"]
@@ -75,10 +74,8 @@ class Hogwild(OneModel):
             )
         new = [p for p in owned.values() if not self._weights.has(p)]
         if new:
-            place = loop.passes.training.place if loop.passes.training else script_place()
             with self._others_step():
-                self._weights.share(new, loop.passes.data_to_send() or NO_DATA, lambda data: compare_data(data, place))
-            loop.passes.data_sent()
+                self._weights.share(new, self._agree)
         self._weights.watch(owned.values())
         self._generation = loop.optimizers.generation
 
@@ -226,13 +223,12 @@ class _SharedWeights:
         shared = self._shared.get(parameter)
         return (not is_lazy(parameter) and not parameter.numel()) if shared is None else _alike(parameter, shared)
 
-    def share(self, parameters: Sequence[torch.Tensor], data: tuple[int, ...], compare: Callable[[Sequence[Any]], None]) -> None:
+    def share(self, parameters: Sequence[torch.Tensor], agree: Callable[[str, object, Callable[[Sequence[Any]], Exception]], None]) -> None:
         """Move ``parameters`` into memory that all ranks share, with rank 0's values.
 
         Args:
             parameters: the parameters to share, in the same order on all ranks.
-            data: digits of the data that all ranks must read alike.
-            compare: raises an error if the ``data`` of the ranks differ.
+            agree: returns once all ranks are about to share the same; see :meth:`OneModel._agree`.
 
         Raises:
             UsageError: a parameter cannot be shared.
@@ -241,17 +237,8 @@ class _SharedWeights:
         for p in parameters:
             _refuse_unshareable(p)
         places = _laid_out(parameters)
-        about = [(place.shape, str(place.dtype), place.offset, place.stride) for place in places], data
-
-        def error(all_ranks: list[Any]) -> Exception | None:
-            layouts, datas = zip(*all_ranks, strict=True)
-            for rank, layout in enumerate(layouts):
-                if layout != layouts[0]:
-                    return _different(rank, layouts[0], layout)
-            compare(datas)
-            return None
-
-        agree_on(self._group, "sharing the parameters of optimizers", about, error)
+        layout = [(place.shape, str(place.dtype), place.offset, place.stride) for place in places]
+        agree("sharing the parameters of optimizers", layout, _different)
         made_equal(self._group, parameters)
         memory = self._memory(max(place.begin + place.size for place in places))
         for p, place in zip(parameters, places, strict=True):
@@ -352,10 +339,8 @@ def _refuse_unshareable(parameter: torch.Tensor) -> None:
     raise UsageError(f"strategy='hogwild' cannot share a parameter that is trained at {script_place()}, because it {problem}.")
 
 
-def _different(rank: int, first: Sequence[Any], other: Sequence[Any]) -> RankMismatchError:
-    at = next((at for at, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    mine, theirs = (f"one of shape {each[at][0]} and {each[at][1]}" if at < len(each) else "none" for each in (first, other))
+def _different(all_ranks: Sequence[Any]) -> RankMismatchError:
     return RankMismatchError(
-        f"the ranks cannot share the parameters that they train, because parameter {at} of their optimizers differs: rank 0 has {mine}, "
-        f"and rank {rank} has {theirs}. Build, cast and move the same model on every rank before training."
+        f"the ranks cannot share the parameters that they train, because {differing_parameter(all_ranks)}. Build, cast and move the same "
+        "model on every rank before training."
     )

@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.checks.same_weights import is_due
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.torch_calls import Backward
@@ -27,11 +26,11 @@ from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place, warn
-from parwrap.ranks.agreement import agree_on, first_other
+from parwrap.ranks.agreement import agree_on
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.ddp_sites import made_equal
-from parwrap.strategies.strategy import Loop
+from parwrap.strategies.strategy import Loop, differing_parameter
 from parwrap.torch_private.optimizer import stepping
 
 __all__ = ["LocalSGD"]
@@ -182,20 +181,9 @@ class LocalSGD(DDP):
         """Average the weights of ``rounds``, weighting each rank by the samples of its steps, and end these rounds."""
         if not rounds:
             return
-        group, passes, options = self.loop.group, self.loop.passes, self.loop.options()
+        group, options = self.loop.group, self.loop.options()
         changed = [(p, each) for optimizer, each in rounds for p in parameters_of(optimizer) if p.requires_grad or p in each.trained]
-        about = [(tuple(p.shape), str(p.dtype)) for p, _ in changed], passes.data_to_send() or NO_DATA
-        place = passes.training.place if passes.training else script_place()
-
-        def error(all_ranks: list[Any]) -> Exception | None:
-            kinds, data = zip(*all_ranks, strict=True)
-            if any(each != kinds[0] for each in kinds):
-                return _different_weights(kinds)
-            compare_data(data, place)
-            return None
-
-        agree_on(group, "an average of weights", about, error)
-        passes.data_sent()
+        self._agree("an average of weights", [(tuple(p.shape), str(p.dtype)) for p, _ in changed], _different_weights)
         mine = {id(each): max(each.weight / each.steps, LEAST) for _, each in rounds}
         totals = torch.tensor(list(mine.values()), dtype=torch.float64)
         with group.control_message("an average of weights"):
@@ -254,8 +242,7 @@ def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tu
 
 
 def _different_weights(all_ranks: Sequence[Any]) -> RankMismatchError:
-    rank, theirs = first_other(all_ranks)
     return RankMismatchError(
-        f"the ranks step different parameters: rank 0 those of {all_ranks[0]} and rank {rank} those of {theirs}. Only weights "
-        "that all ranks step can be averaged: build the same model and optimizer on every rank."
+        f"the ranks step different parameters: {differing_parameter(all_ranks)}. Only weights that all ranks step can be averaged: build "
+        "the same model and optimizer on every rank."
     )

@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.errors import LockstepError, RankMismatchError, UsageError, in_one_line
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import leading_sizes
@@ -30,12 +29,11 @@ from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.options import Options
 from parwrap.places import script_place, warn
-from parwrap.ranks.agreement import agree_on
 from parwrap.ranks.device import torch_backend
 from parwrap.ranks.group import Group, is_alone, within
 from parwrap.strategies.ddp_sites import made_equal
 from parwrap.strategies.ps_server import Begun, Connections, Kind, Layout, Message, Pushed, Served, Server, packed, set_state, state_of
-from parwrap.strategies.strategy import Loop, OneModel
+from parwrap.strategies.strategy import Loop, OneModel, differing_parameter
 from parwrap.strategies.zero1 import dealt_out
 from parwrap.torch_private.distributed import quiet_gloo
 
@@ -203,7 +201,8 @@ class ParameterServer(OneModel):
             )
         new = [each for each in optimizers.all() if self._count(each) != len(list(parameters_of(each)))]
         if new:
-            self._pull_all("new optimizers", unseen=True, about=[[(p.shape, str(p.dtype)) for p in parameters_of(each)] for each in new])
+            about = [(tuple(p.shape), str(p.dtype), number) for number, each in enumerate(new) for p in parameters_of(each)]
+            self._pull_all("new optimizers", unseen=True, about=about)
             self._drop_unused()
             for optimizer in new:
                 made_equal(self._group, [p for p in parameters_of(optimizer) if p not in self._keys])
@@ -354,22 +353,7 @@ class ParameterServer(OneModel):
         return ((number, part) for number, parts in self._parts.items() for part in parts)
 
     def _meet(self, kind: str, about: object = None) -> None:
-        passes = self.loop.passes
-        place = passes.training.place if passes.training else script_place()
-
-        def error(all_ranks: Sequence[Any]) -> Exception | None:
-            kinds, data = zip(*all_ranks, strict=True)
-            for rank, each in enumerate(kinds):
-                if each != kinds[0]:
-                    return RankMismatchError(
-                        f"the workers train different parameters: rank 0 has optimizers of {kinds[0]} and rank {rank} of {each}. Build the "
-                        "same models and optimizers on every rank."
-                    )
-            compare_data(data, place)
-            return None
-
-        agree_on(self._group, kind, (about, passes.data_to_send() or NO_DATA), error)
-        passes.data_sent()
+        self._agree(kind, about, _different_parameters)
 
     # messages
 
@@ -476,6 +460,12 @@ class ParameterServer(OneModel):
                 with suppress(RuntimeError):  # the server has ended
                     self._group.connections.send(server, last)
         self._parts.clear()
+
+
+def _different_parameters(all_ranks: Sequence[Any]) -> RankMismatchError:
+    return RankMismatchError(
+        f"the workers train different parameters: {differing_parameter(all_ranks)}. Build the same models and optimizers on every rank."
+    )
 
 
 def _ended(server: int) -> LockstepError:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.checks.same_step import SameStep
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
@@ -25,10 +26,11 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
 from parwrap.places import script_place
+from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.group import Group, is_alone
 from parwrap.strategies.buffers import Buffers
 
-__all__ = ["Loop", "OneModel", "Strategy", "refuse_one_vector"]
+__all__ = ["Loop", "OneModel", "Strategy", "differing_parameter", "refuse_one_vector"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ class Loop:
     losses: Losses
     divisors: Divisors
     same_step: SameStep
+
+
+def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:
+    """Words for the first parameter of a rank that is not as on rank 0. Each rank has a list of shapes and dtypes.
+
+    >>> differing_parameter([[((2,), "torch.float32")], []])
+    'parameter 0 of their optimizers differs: rank 0 has one of shape (2,) and torch.float32, and rank 1 has none'
+    """
+    rank, other = first_other(all_ranks)
+    at = next((at for at, (a, b) in enumerate(zip(all_ranks[0], other, strict=False)) if a != b), min(len(all_ranks[0]), len(other)))
+    mine, theirs = (f"one of shape {tuple(each[at][0])} and {each[at][1]}" if at < len(each) else "none" for each in (all_ranks[0], other))
+    return f"parameter {at} of their optimizers differs: rank 0 has {mine}, and rank {rank} has {theirs}"
 
 
 def refuse_one_vector(optimizer: Optimizer, strategy: str) -> None:
@@ -131,6 +145,27 @@ class OneModel(Strategy):
                 f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take "
                 "part in averaging its gradients. Train outside of that code."
             )
+
+    def _agree(self, kind: str, about: object, different: Callable[[Sequence[Any]], Exception]) -> None:
+        """Return once all ranks are about to do the same, and have read the same data.
+
+        Args:
+            kind: what they do, such as ``"an average of weights"``.
+            about: what must be equal on all ranks.
+            different: makes an error from what all ranks have of it.
+        """
+        passes = self.loop.passes
+        place = passes.training.place if passes.training else script_place()
+
+        def error(all_ranks: list[Any]) -> Exception | None:
+            abouts, data = zip(*all_ranks, strict=True)
+            if any(each != abouts[0] for each in abouts):
+                return different(abouts)
+            compare_data(data, place)
+            return None
+
+        agree_on(self.loop.group, kind, (about, passes.data_to_send() or NO_DATA), error)
+        passes.data_sent()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         if not training and not is_alone():

@@ -137,7 +137,7 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
         ("mean", {"n": 3}, {"n": 3}, f"evaluate(reduce='mean'): the result['n'] {WHOLE}"),
         ("mean", torch.tensor(3), torch.tensor(3), f"evaluate(reduce='mean'): the result {WHOLE}"),
         ("gather", [1], (1,), "evaluate(reduce='gather'): the result has a different type on some ranks: the ranks have list, tuple."),
-        ("gather", 3, 4, "evaluate(reduce='gather'): the result is a number, 3: return a list or a tensor, or use 'sum' or"),
+        ("gather", 3, 4, "evaluate(reduce='gather'): the result is a number, 3: return a list or a tensor, or use 'sum' for"),
         ("gather", torch.tensor(3.0), torch.tensor(3.0), "has shapes that cannot be concatenated along the first dimension: [], []."),
         (
             "gather",

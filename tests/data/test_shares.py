@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -412,18 +413,31 @@ def test_fewer_samples_than_ranks():
         assert [parwrap.rank()] == training.train(DataLoader(range(2), batch_size=4))
 
 
+KEEP = re.escape(', or batch="global", which divides each batch, or start fewer ranks.')
+DROPS, DROPS_LAST = 'because uneven="drop" skips what does not divide evenly', "drop_last=True drops a batch of fewer than 4 samples"
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("options", "what"), [({}, "1 samples"), ({"batch_sampler": [[0]]}, "1 batches")])
-def test_dropping_everything_is_refused(options, what):
-    with (
-        pytest.raises(
-            UsageError,
-            match=rf'uneven="drop" leaves no data to train on: a DataLoader has {what} for 2 ranks. Use uneven="pad", which repeats '
-            'some, or uneven="join", or start fewer ranks.',
-        ),
-        parwrap.distributed(uneven="drop"),
-    ):
-        Training().train(DataLoader([0], **options))
+@pytest.mark.parametrize(
+    ("uneven", "samples", "options", "text"),
+    [
+        ("drop", 1, {}, f'reads 1 batch of 1 sample in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"'),
+        ("drop", 1, {"batch_sampler": [[0]]}, f'reads 1 batch of a loader in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"'),
+        ("pad", 5, {"batch_size": 4, "drop_last": True}, f"1 batch of 5 samples .* because {DROPS_LAST}. Use drop_last=False"),
+        ("join", 5, {"batch_size": 4, "drop_last": True}, f"because {DROPS_LAST}. Use drop_last=False"),
+        ("drop", 7, {"batch_size": 4, "drop_last": True}, f'{DROPS} and {DROPS_LAST}. Use uneven="pad" and drop_last=False'),
+    ],
+)
+def test_a_pass_that_would_train_on_nothing_is_refused(uneven, samples, options, text):
+    with pytest.raises(UsageError, match=rf"training.py:\d+ would train on nothing: .*{text}{KEEP}"), parwrap.distributed(uneven=uneven):
+        Training().train(DataLoader(range(samples), **options))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"batch_size": 4, "drop_last": True}, {"batch_sampler": [[0, 1, 2, 3]]}])
+def test_a_divided_batch_trains_on_something(options):
+    with parwrap.distributed(batch="global", uneven="drop"):
+        assert [0, 1, 2, 3][2 * parwrap.rank() :][:2] == Training().train(DataLoader(range(5), **options))
 
 
 # batch="global"

@@ -194,11 +194,12 @@ def test_samples_of_one_length_are_shuffled_wholly():
         ),
         (
             {"max_tokens": 8},
-            "sample 1 has 9 tokens, more than the limit of a batch, max_tokens=8: raise max_tokens, or shorten or drop the sample.",
+            "sample 1 takes 9 tokens, more than the limit of a batch, max_tokens=8: raise max_tokens, or shorten or drop the sample.",
         ),
         (
             {"max_tokens": 9, "multiple_of": 8},
-            "sample 1 has 16 tokens, more than the limit of a batch, max_tokens=9: raise max_tokens, or shorten or drop the sample.",
+            "sample 1 takes 16 tokens, rounded up to multiple_of=8, more than the limit of a batch, max_tokens=9: raise "
+            "max_tokens, or shorten or drop the sample.",
         ),
         ({"batch_size": 2, "rank": 1}, "num_replicas=None and rank=1: pass both, or neither."),
         ({"batch_size": 2, "rank": 2, "num_replicas": 2}, "rank=2 is not in the range [0, 2)."),

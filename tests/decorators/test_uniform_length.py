@@ -177,7 +177,7 @@ def test_a_length_is_found_where_a_sample_says_it():
         ),
         (
             {"length": lambda sample: 2 + sample[1], "max_tokens": 2},
-            "sample 1 has 3 tokens, more than the limit of a batch, max_tokens=2: raise max_tokens, or shorten or drop the sample.",
+            "sample 1 takes 3 tokens, more than the limit of a batch, max_tokens=2: raise max_tokens, or shorten or drop the sample.",
         ),
         (
             {"length": type},

@@ -94,7 +94,7 @@ def test_a_rank_starts_no_ranks(argv, environ, text):
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({**KUBEFLOW, "RANK": "one"}, "--node-rank is set to 'one' by the environment, which is not an integer: pass the option"),
+        ({**KUBEFLOW, "RANK": "one"}, "the environment sets --node-rank to 'one', which is not an integer: correct the variable"),
         ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not"),
     ],
 )

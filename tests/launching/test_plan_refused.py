@@ -105,6 +105,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
     ("argv", "gpus", "text"),
     [
         (["no/such.py"], 0, "cannot find the script no/such.py: its path is relative to the current directory."),
+        (["/no/such.py"], 0, "cannot find the script /no/such.py: correct its path."),
         (["."], 0, ". is a directory without a __main__.py, so it cannot run: pass the path of a script in it."),
         (
             ["recipes.digits"],

@@ -95,7 +95,7 @@ def test_scontrol_reads_random_lists_the_same(scontrol):
         ("n[3-1]", r"it has \[3-1\], which is not a range"),
         ("n[a-b]", r"it has \[a-b\], which is not a range"),
         ("n[1-2-3]", r"it has \[1-2-3\], which is not a range"),
-        ("n[1-70000]", "it names more than 65536 hosts. SLURM sets this list, and parwrap does not need it if you set MASTER_ADDR"),
+        ("n[1-70000]", "it names more than 65536 hosts. SLURM sets this list: parwrap does not need it if you set MASTER_ADDR"),
         ("n[1-60000],m[1-60000]", "more than 65536 hosts"),
         ("n[1-999]m[1-999]", "more than 65536 hosts"),
         ("n" * 99 + "[", r"cannot parse the node list 'n{80}\.\.\.'"),
@@ -113,7 +113,8 @@ def test_counts_are_repeated():
 
 @pytest.mark.parametrize("text", ["", "2(x3", "2(3)", "a", "1,,2", "-1", "2(x99999999)", "²"])
 def test_an_invalid_list_of_counts_is_refused(text):
-    with pytest.raises(LaunchError, match=r"cannot parse the list of tasks per node .*: it (has|covers)"):
+    remedy = r"SLURM sets this list: correct it, or unset its variable\."
+    with pytest.raises(LaunchError, match=rf"cannot parse the list of tasks per node .*: it (has|covers) .*\. {remedy}"):
         expanded_counts(text)
 
 

@@ -569,6 +569,22 @@ def test_data_that_workers_have_split_apart_are_an_error():
         raised.match("different numbers at the same places of the dataset")
 
 
+@pytest.mark.ranks(3)
+def test_workers_that_train_different_parameters_are_an_error_that_names_one():
+    @served()
+    def train_unlike():
+        weights = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1 + parwrap.rank()))
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        sum(weight.sum() for weight in weights).backward()
+        optimizer.step()
+
+    with pytest.raises(RankMismatchError) as raised:
+        train_unlike()
+
+    if parwrap.rank() < 2:
+        raised.match(r"parameter 1 of their optimizers differs: rank 0 has one of shape \(1,\) and .*, and rank 1 has one of shape \(2,\)")
+
+
 @pytest.mark.ranks(2)
 def test_more_servers_than_ranks_leave_no_worker():
     with pytest.raises(UsageError, match="servers=2 leaves no worker among 2 ranks, of which the last are servers"):
