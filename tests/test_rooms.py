@@ -20,11 +20,8 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."):
 
 
 def imported(path):
-    """The modules of the package that a file imports, in functions too, but not for types alone."""
+    """The modules of the package that a file imports, in functions too, and for types alone."""
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = []
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "parwrap":

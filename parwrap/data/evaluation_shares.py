@@ -21,8 +21,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.samplers import block, copied_with
 from parwrap.errors import RankMismatchError, UsageError
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.random_streams import get_states, set_states, states_kept
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone

@@ -21,9 +21,10 @@ from parwrap.data.loaders import is_replicated
 from parwrap.decorators.distributed import open_loop
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
-from parwrap.intercept.torch_calls import Backward, intercepting
+from parwrap.intercept.torch_calls import intercepting
 from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import Pass

@@ -17,8 +17,9 @@ from parwrap.data.samplers import samples_in
 from parwrap.decorators.distributed import open_passes
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward, intercepting
+from parwrap.intercept.torch_calls import intercepting
 from parwrap.places import is_ours
 from parwrap.ranks.group import rank, world_size
 

@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader
 
 from parwrap.data.samplers import samples_in
 from parwrap.decorators.distributed import open_passes
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
-from parwrap.intercept.torch_calls import Backward, intercepting
+from parwrap.intercept.torch_calls import intercepting
 from parwrap.launching.script import run_exit_handlers, run_target
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from parwrap.intercept.torch_calls import Backward, Clip, Criterion, Norm, ScalerCall
+    from parwrap.intercept.intercepted_calls import Backward, Clip, Criterion, Norm, ScalerCall
 
 __all__ = ["Interceptor"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import os
 import random
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +28,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from parwrap.intercept.intercepted_calls import Backward, Clip, Criterion, Norm, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed, is_patched, when_imported
+from parwrap.intercept.patch import Patch, installed, when_imported
 from parwrap.intercept.skipped_steps import closures, hooked, is_image, skipping
 from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
-from parwrap.torch_private.autograd import input_metadata, is_transformed
+from parwrap.torch_private.autograd import is_transformed
 from parwrap.torch_private.modules import APPLY, CALL
 
-__all__ = ["Backward", "Clip", "Criterion", "Norm", "ScalerCall", "intercepting"]
+__all__ = ["intercepting"]
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -63,65 +63,6 @@ def _length(interceptor: Interceptor) -> Patches:
 
 
 # losses and gradients
-
-
-class Backward(NamedTuple):
-    """One call of ``torch.autograd.backward``.
-
-    Attributes:
-        tensors: the tensors to differentiate.
-        grad_tensors: the gradient of each; ``None`` stands for 1.
-        options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
-        original: torch's own function.
-        given: the tensors that the script has passed, of which ``tensors`` may be multiples.
-    """
-
-    tensors: tuple[torch.Tensor | GradientEdge, ...]
-    grad_tensors: tuple[torch.Tensor | None, ...]
-    options: dict[str, Any]
-    original: Callable[..., None]
-    given: tuple[torch.Tensor | GradientEdge, ...]
-
-    def run(self) -> None:
-        """Run torch's function, or forward the call to the next interceptor."""
-        kept = {"given": self.given} if is_patched(self.original) else {}
-        self.original(self.tensors, self.grad_tensors, **self.options, **kept)
-
-    @property
-    def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
-        """The tensors whose graphs are searched for leaves: ``inputs`` if there are any, else ``tensors``."""
-        return self.options.get("inputs") or self.tensors
-
-    @property
-    def keeps_graph(self) -> bool:
-        """Whether the graph can be used again after this call."""
-        return bool(self.options.get("retain_graph") or self.options.get("create_graph"))
-
-    def run_with(self, root: torch.Tensor, leaf: torch.Tensor) -> None:
-        """Run torch's function with one more root, whose gradient goes to ``leaf``."""
-        options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
-        kept = {"given": self.given} if is_patched(self.original) else {}
-        self.original((*self.tensors, root), (*self.grad_tensors, None), **options, **kept)
-
-    def times(self, factor: float) -> Backward:
-        """This call with its gradients multiplied by ``factor``."""
-        with torch.enable_grad():
-            pairs = [_times(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
-        return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))
-
-
-def _times(
-    tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
-) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
-    """A root of a backward and its gradient, whose product is multiplied by ``factor``: in the gradient for an edge, which has no value."""
-    if isinstance(tensor, torch.Tensor):
-        return tensor * factor, grad
-    if grad is None:
-        kind = input_metadata(tensor.node)[tensor.output_nr]
-        if math.prod(kind.shape) != 1:
-            return tensor, None  # torch refuses it
-        grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
-    return tensor, grad * factor
 
 
 def _backward(interceptor: Interceptor) -> Patches:
@@ -159,30 +100,6 @@ def _bound(
     return Backward(tensors, tuple(grad_tensors), options, original, tensors if given is None else given)
 
 
-class Criterion(NamedTuple):
-    """A mean loss over classified targets.
-
-    Attributes:
-        loss: the mean.
-        target: the class of each.
-        weight: the weights of the classes.
-        ignore_index: the class of ignored targets.
-    """
-
-    loss: torch.Tensor
-    target: torch.Tensor
-    weight: torch.Tensor | None
-    ignore_index: int
-
-    @torch.no_grad()
-    def divisor(self) -> torch.Tensor:
-        """The number by which the sum of the losses is divided."""
-        counted = self.target != self.ignore_index
-        if self.weight is None:
-            return counted.sum()
-        return (self.weight[torch.where(counted, self.target, 0).long()] * counted).sum()
-
-
 def _criterion(interceptor: Interceptor) -> Patches:
     """Patch ``cross_entropy`` and ``nll_loss``, which the loss modules call too."""
 
@@ -217,22 +134,6 @@ def _scaled(interceptor: Interceptor) -> Patches:
         return result
 
     return [Patch(torch.amp.GradScaler, "scale", scale)]
-
-
-class ScalerCall(NamedTuple):
-    """The script's own call of a method of a ``GradScaler``.
-
-    Attributes:
-        scaler: the scaler.
-        name: ``"unscale_"``, ``"step"`` or ``"update"``.
-        optimizer: the optimizer of the gradients; ``None`` for ``update``.
-        run: runs torch's method.
-    """
-
-    scaler: torch.amp.GradScaler
-    name: str
-    optimizer: Optimizer | None
-    run: Callable[[], Any]
 
 
 def _use_scaler(interceptor: Interceptor) -> Patches:
@@ -275,46 +176,6 @@ def _enter_autocast(interceptor: Interceptor) -> Patches:
     return [Patch(torch.autocast, "__enter__", enter)]
 
 
-class Clip(NamedTuple):
-    """A call of ``clip_grad_norm_``, ``clip_grad_value_`` or ``clip_grads_with_norm_``.
-
-    Attributes:
-        name: the name of the function.
-        parameters: the parameters whose gradients are clipped.
-        args: the arguments after ``parameters``.
-        kwargs: the keyword arguments.
-        original: torch's own function, or the next interceptor's.
-    """
-
-    name: str
-    parameters: list[torch.Tensor]
-    args: tuple
-    kwargs: dict[str, Any]
-    original: Callable
-
-    def run(self) -> Any:
-        """Run torch's function, or the next interceptor's."""
-        return self.original(self.parameters, *self.args, **self.kwargs)
-
-    def run_later(self) -> None:
-        """Clip the gradients that the parameters have now; a norm that was given is computed again."""
-        if self.name == "clip_grads_with_norm_":
-            nn.utils.clip_grad_norm_(self.parameters, *self.args[:1], **{k: v for k, v in self.kwargs.items() if k != "total_norm"})
-        else:
-            self.run()
-
-    def norm(self) -> torch.Tensor | None:
-        """The result of the call without clipping."""
-        if self.name != "clip_grad_norm_":
-            return None
-
-        def total(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> torch.Tensor:
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            return nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
-
-        return total(*self.args, **self.kwargs)
-
-
 def _clip(interceptor: Interceptor) -> Patches:
     def bound(name: str, original: Callable, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Clip:
         # a generator must survive several iterations
@@ -331,28 +192,6 @@ def _clip(interceptor: Interceptor) -> Patches:
 
 
 # layers
-
-
-class Norm(NamedTuple):
-    """The arguments of one ``torch.nn.functional.batch_norm``, and torch's own function."""
-
-    original: Callable[..., torch.Tensor]
-    input: torch.Tensor
-    running_mean: torch.Tensor | None
-    running_var: torch.Tensor | None
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
-
-    def run(self) -> torch.Tensor:
-        """Run torch's function, or forward the call to the next interceptor."""
-        return self.original(*self[1:])
-
-    def run_by_itself(self) -> torch.Tensor:
-        """Run torch's function, without any other interceptor."""
-        return inspect.unwrap(self.original)(*self[1:])
 
 
 def _norm(interceptor: Interceptor) -> Patches:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.errors import UsageError
+from parwrap.intercept.intercepted_calls import Backward, Clip, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward, Clip, ScalerCall
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import call_site, script_place, warn
 from parwrap.ranks.group import is_alone

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, Node
 
 from parwrap.errors import RankMismatchError
+from parwrap.intercept.intercepted_calls import Backward, Criterion
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward, Criterion
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import Passes
 from parwrap.options import Options

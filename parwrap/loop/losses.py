@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward
 from parwrap.torch_private.autograd import input_metadata, saved_sparse, view_base
 
 __all__ = ["Losses", "leading_sizes", "reached", "reenters", "sparsely_used"]

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from parwrap.errors import UsageError
-from parwrap.intercept.torch_calls import Norm
+from parwrap.intercept.intercepted_calls import Norm
 from parwrap.norm.exchange import Alone, Exchange
 from parwrap.norm.forward_backward import differentiable, gradients, normalize
 from parwrap.norm.kernels import Running, Whole, accumulated, kernels_for

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import LockstepError
-from parwrap.intercept.torch_calls import Norm
+from parwrap.intercept.intercepted_calls import Norm
 from parwrap.places import script_place
 from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.device import uses_nccl

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parwrap.intercept.torch_calls import Norm
+from parwrap.intercept.intercepted_calls import Norm
 from parwrap.strategies.replicas import Replica
 from parwrap.torch_private.modules import registered_buffers, registered_parameters
 

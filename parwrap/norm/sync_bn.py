@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parwrap.errors import UsageError
+from parwrap.intercept.intercepted_calls import Norm
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Norm
 from parwrap.loop.passes import Passes
 from parwrap.norm.compiled_norm import scopes, traced
 from parwrap.norm.exchange import Exchange, Statistics, statistics_of

@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward
 from parwrap.places import script_place
 from parwrap.torch_private.amp import autocast_enabled
 

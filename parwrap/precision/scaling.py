@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from parwrap.intercept.intercepted_calls import Backward, Clip
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward, Clip
 from parwrap.loop.optimizers import parameters_of
 from parwrap.precision.loss_scale import AmpState, Iterations
 from parwrap.precision.unscaling import Unscaling

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from parwrap.errors import UsageError
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached
 from parwrap.torch_private.autograd import tensor_hooks
 

@@ -17,7 +17,7 @@ from torch import nn
 from parwrap.checks.same_step import Entry
 from parwrap.checks.same_weights import SameWeights
 from parwrap.errors import UsageError
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.checks.same_step import NUMBERS, Entry
 from parwrap.errors import LockstepError, UsageError
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import Group

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.checks.same_weights import checksums, take_rank_zeros
 from parwrap.errors import RankMismatchError
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, call_site, script_place, warn

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.intercept.torch_calls import Backward, Clip
+from parwrap.intercept.intercepted_calls import Backward, Clip
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree, agree_on, first_other

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from parwrap.checks.same_weights import checksums
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.intercept.torch_calls import Clip
+from parwrap.intercept.intercepted_calls import Clip
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
 from parwrap.rank_zero.path_rules import passing

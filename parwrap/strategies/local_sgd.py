@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.checks.same_weights import is_due
 from parwrap.errors import RankMismatchError
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.strategies.strategy import Strategy
 
 __all__ = ["Independent"]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import LockstepError, RankMismatchError, UsageError, in_one_line
-from parwrap.intercept.torch_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor

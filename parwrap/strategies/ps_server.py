@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parwrap.errors import LockstepError, in_one_line
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.torch_private.optimizer import global_post_hooks, global_pre_hooks
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.skipped_steps import is_image
-from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place
 from parwrap.ranks.agreement import agree, agree_on, first_other

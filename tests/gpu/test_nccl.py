@@ -24,7 +24,7 @@ from test_on_a_gpu import DEVICE
 
 BACKEND = {"cuda": "nccl", "cpu": "gloo"}[DEVICE]
 ROOT = Path(parwrap.__file__).parents[1]
-ENDS_WITHIN = 60.0
+ENDS_WITHIN = 35.0
 """Seconds, far above what it takes and far below the timeout of the group."""
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
