@@ -111,17 +111,18 @@ class Options:
                 f"lr={self.lr!r} has no effect with batch='global', because the global batch is that of a single process: remove one of "
                 "them."
             )
-        if self.backend is not None and not dist.is_backend_available(self.backend):
+        if self.backend is not None and not (isinstance(self.backend, str) and dist.is_backend_available(self.backend)):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
             raise UsageError(
                 f"backend={self.backend!r} is not available in this build of torch, which has {there}. Remove backend= to choose it by "
                 "device."
             )
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+        if self.seed is not None and not (_whole(self.seed, 0) and self.seed < 2**64):
             raise UsageError(f"seed={self.seed!r} is not an integer from 0 to 2**64 - 1.")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+        if self.bucket_cap_mb is not None and not (is_number(self.bucket_cap_mb) and self.bucket_cap_mb > 0):
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a positive number of megabytes.")
-        if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
+        seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+        if seconds is not None and not (is_number(seconds) and seconds > 0):
             raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds.")
         for name, strategies in OF_STRATEGIES.items():
             if self._given(name) and self.strategy not in strategies:
@@ -163,9 +164,9 @@ class Options:
             raise UsageError(f"every={self.every!r} is not a positive integer.")
         if not _whole(self.warmup, 0):
             raise UsageError(f"warmup={self.warmup!r} is not a non-negative integer.")
-        if not self.outer_lr > 0:
+        if not (is_number(self.outer_lr) and self.outer_lr > 0):
             raise UsageError(f"outer_lr={self.outer_lr!r} is not a positive learning rate.")
-        if not 0 <= self.outer_momentum < 1:
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             raise UsageError(f"outer_momentum={self.outer_momentum!r} is not in the range [0, 1).")
         for name in ("outer_lr", "outer_momentum"):
             if self._given(name) and self.outer is None:
@@ -178,8 +179,9 @@ class Options:
                 )
 
     def _check_separate_steps(self) -> None:
-        if not isinstance(self.lock, bool):
-            raise UsageError(f"lock={self.lock!r} is neither True nor False.")
+        for name in ("lock", "gradient_as_bucket_view"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r} is neither True nor False.")
         if not _whole(self.servers, 1):
             raise UsageError(f"servers={self.servers!r} is not a positive integer.")
         if self.staleness is not None and not _whole(self.staleness, 0):
@@ -220,3 +222,12 @@ class Options:
 
 def _whole(number: object, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number.
+
+    >>> is_number(0.5), is_number(True), is_number("1"), is_number(float("inf"))
+    (True, False, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

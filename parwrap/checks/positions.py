@@ -56,9 +56,12 @@ class State(IntEnum):
     """The backward has reached its end on this rank, which waits for the average gradients."""
     INNER = 6
     """The rank sends a control message inside of a backward, as synchronized batch norms do."""
+    APART = 7
+    """The rank has found that the ranks have come apart, and stopped."""
 
 
 MESSAGES = (State.CONTROL, State.INNER)
+STOPPED = (State.RAISED, State.APART)
 
 RUNS, BACKWARD, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.AVERAGES))  # each step compares these
 
@@ -73,6 +76,7 @@ SENTENCES = {
     State.RAISED: "has raised an error; its last step was at {place}",
     State.AVERAGES: "waits for the gradients of the backward at {place}",
     State.INNER: "is in {place}",
+    State.APART: "has stopped, because the ranks have come apart; its last step was at {place}",
 }
 
 
@@ -108,7 +112,7 @@ def apart(mine: Page, other: Page) -> bool:
     >>> apart(backward, backward), apart(backward, another), apart(backward, ended), apart(backward, Page(2))
     (False, True, True, False)
     """
-    if other.state == State.RAISED or _in_other_order(mine, other):
+    if other.state in STOPPED or _in_other_order(mine, other):
         return True
     if other.state == State.ENDED:
         return other.backwards < mine.backwards or other.controls < mine.controls
@@ -221,9 +225,9 @@ class Positions:
         """Say that this rank has what it waited for."""
         self._set(State.RUNS)
 
-    def raised(self) -> None:
-        """Say that this rank's function has raised, so that it takes no further step."""
-        self._set(State.RAISED)
+    def raised(self, error: BaseException) -> None:
+        """Say that this rank's function has raised ``error``, so that it takes no further step."""
+        self._set(State.APART if isinstance(error, LockstepError) else State.RAISED)
 
     def end(self, timeout: float, patience: float = 2.0) -> None:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
@@ -241,7 +245,7 @@ class Positions:
                 if any(page.backwards != self.mine.backwards for page in pages.values()):
                     raise self.error()
                 return
-            if any(page.state == State.RAISED for page in pages.values()):
+            if any(page.state in STOPPED for page in pages.values()):
                 raise self.error()
             ahead = [page for page in pages.values() if page.backwards > self.mine.backwards or page.controls > self.mine.controls]
             if ahead and since is None:
@@ -254,7 +258,7 @@ class Positions:
 
     def another_raised(self) -> bool:
         """Whether another rank of the node has raised, so that it takes no further step."""
-        return any(self._numbers[other * WORDS + STATE] == State.RAISED for other in self._others)
+        return any(self._numbers[other * WORDS + STATE] in STOPPED for other in self._others)
 
     def check_wait(self, since: float, what: str, patience: float = 10.0) -> None:
         """Raise if the node's first rank, for which this rank waits outside of any step, will never do what this rank waits for.
@@ -270,7 +274,7 @@ class Positions:
         first, mine = self._read(0), self.mine
         is_ahead = first.backwards > mine.backwards or first.controls > mine.controls
         waits = first.state in (State.BACKWARD, State.AVERAGES, State.CONTROL, State.INNER) and is_ahead
-        if first.state == State.RAISED or (waits and time.monotonic() - since > patience):
+        if first.state in STOPPED or (waits and time.monotonic() - since > patience):
             raise self.error(f"rank {self._ranks[self._rank]} waits for {what}")
 
     def now(self) -> Page:

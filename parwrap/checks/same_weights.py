@@ -131,12 +131,12 @@ class SameWeights:
         """Compare the weights a last time: they may have changed since the last step, as where a script loads the best ones."""
         if self._optimizers.trained or self._passes.batches:
             self._checked = None
-            self.check()
+            self.check("the last check of weights")
             if self._on_the_way is not None:  # a GPU's last check is compared by the next one
                 self._checked = None
-                self.check()
+                self.check("the last check of weights")
 
-    def check(self) -> None:
+    def check(self, kind: str = "the check of weights") -> None:
         """Compare the weights, if the script has trained or drawn a batch since; on a GPU those of the check before, to not wait.
 
         Raises:
@@ -175,7 +175,7 @@ class SameWeights:
             return self._error(all_ranks, owned, others)
 
         digest = crc32(options.encode()) ^ (int(whole) % 2**61)
-        differing = agree(self._group, "the check of weights", digest, details, error)
+        differing = agree(self._group, kind, digest, details, error)
         if differing is not None:  # by rounding, as far as checksums show
             held = set(others).intersection(*(each.others for each in differing))
             with self._group.control_message("the weights of unlike processors"):

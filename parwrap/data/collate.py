@@ -121,14 +121,12 @@ class pad_collate:
         if all(len(tensor) == longest for tensor in tensors):
             return default_collate(tensors)
         value = self._value(name)
-        batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
-        if not batch.is_floating_point() and batch.new_full((), value).item() != value:
+        if not _holds(tensors[0], value):
             raise UsageError(
-                f"sequences of {batch.dtype} cannot be padded with {value!r}: choose another pad_value, or convert the sequences."
+                f"sequences of {tensors[0].dtype} cannot be padded with {value!r}: choose another pad_value, or convert the sequences."
             )
-        for row, tensor in zip(batch, tensors, strict=True):
-            row[: len(tensor)] = tensor
-        return batch
+        rest = tensors[0].new_full((longest, *shapes.pop()), value)
+        return default_collate([torch.cat([tensor, rest[len(tensor) :]]) for tensor in tensors])
 
     def _value(self, name: Any) -> float:
         if isinstance(self.pad_value, Mapping):
@@ -141,6 +139,14 @@ def is_sequence(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0
     return isinstance(value, list) and all(isinstance(each, (bool, int, float, np.number)) for each in value)
+
+
+def _holds(tensor: torch.Tensor, value: float) -> bool:
+    """Whether the dtype of ``tensor`` has ``value``."""
+    try:
+        return tensor.is_floating_point() or tensor.new_full((), value).item() == value
+    except RuntimeError:  # beyond its range
+        return False
 
 
 def _lengths(column: Sequence[Any]) -> list[int]:

@@ -414,7 +414,7 @@ def _real_length(sequence: Any, pad_value: float | None) -> int:
     if pad_value is None or isinstance(sequence, str):
         return len(sequence)
     array = np.asarray(sequence)
-    real = (array != pad_value).reshape(len(array), -1).any(axis=1)
+    real = (array != pad_value).reshape(len(array), -1).any(axis=1) if array.size else array
     return int(real.nonzero()[0].max(initial=-1)) + 1
 
 

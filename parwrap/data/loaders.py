@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.passes import Pass
-from parwrap.places import Place, is_ours, script_place, warn
-from parwrap.ranks.group import is_alone, is_reading_stream
+from parwrap.places import Place, script_place, warn
+from parwrap.ranks.group import is_alone
 from parwrap.torch_private.dataloader import kept_iterator
 
 __all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard", "shows_share"]
@@ -204,7 +203,7 @@ class Loaders(Sources, Interceptor):
             if training or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
                 known.open.remove(each)
                 self._leave(each)
-        if not training or self.in_loop():
+        if not training or self._passes.in_loop():
             self._begins(training)
         opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._trained_in(last)
@@ -267,7 +266,7 @@ class Loaders(Sources, Interceptor):
 
         options = self._options()
         steps_together = options.strategy != "hogwild" and not (options.strategy == "parameter_server" and options.staleness is None)
-        if not (may_end_apart and steps_together and self.in_loop()):
+        if not (may_end_apart and steps_together and self._passes.in_loop()):
             iteration.batches = begin()
             return
         iteration.batches = EndsTogether(begin, self._group, options.uneven)
@@ -310,9 +309,6 @@ class Loaders(Sources, Interceptor):
 
     def _note_collection(self, phase: str, info: dict[str, int]) -> None:
         self._collector = threading.get_ident() if phase == "start" else None
-
-    def hides_group(self, frame: FrameType) -> bool:
-        return is_reading_stream() and not is_ours(frame.f_code.co_filename)
 
     # what a rank reads
 

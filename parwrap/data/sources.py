@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,7 +59,6 @@ class Sources:
     ) -> None:
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._begins = options, passes, optimizers, begins
-        self._thread = threading.get_ident()
         self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
         self._said: set[Place] = set()
 
@@ -79,7 +77,7 @@ class Sources:
         opened.exhausted = exhausted
         if self._passes.is_open(opened):
             self._leave(opened)
-        if self.in_loop():
+        if self._passes.in_loop():
             self._passes.draw()
         if self._size > 1 and opened.shared and opened.drawn and self._trained_in(opened) and opened.place not in self._said:
             self._said.add(opened.place)
@@ -94,10 +92,6 @@ class Sources:
         """Let passes that outlive the scope read on, without switching streams."""
         for iteration in list(self._open):
             iteration.detach()
-
-    def in_loop(self) -> bool:
-        """Whether the thread of the loop runs this code. Only that thread switches streams, because torch has one for the whole process."""
-        return threading.get_ident() == self._thread
 
     def drops(self) -> bool:
         """Whether a pass ends if its iterator is finalized now."""
@@ -152,7 +146,7 @@ class PassIterator:
         elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
             sources.go_on(self)
         asked = time.perf_counter()
-        if sources.in_loop():
+        if self._passes.in_loop():
             before = self._passes.streams.use(self.reading)
             batch = self._read()
             if begins or before is not self.reading:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from parwrap.decorators.distributed import average_gradients, no_sync
-from parwrap.decorators.scope import Call, ScopeDecorator, module_of
+from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of
 from parwrap.errors import UsageError
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.accumulation import Accumulation
+from parwrap.places import warn
 
 __all__ = ["accumulate"]
 
@@ -48,6 +49,7 @@ class accumulate(ScopeDecorator):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise UsageError(f"accumulate(steps={steps!r}): steps must be a positive integer, the number of batches in one optimizer step.")
         self._steps = steps
+        self._singles = 0
 
     @contextmanager
     def scope(self, call: Call) -> Iterator[None]:
@@ -66,9 +68,20 @@ class accumulate(ScopeDecorator):
             with intercepting([accumulation], module_of(call.function)):
                 yield
                 accumulation.finish()
+                if accumulation.backwards == 1 < self._steps:
+                    self._note_single(call)
         finally:
             accumulation.end()
             _open.pop()
+
+    def _note_single(self, call: Call) -> None:
+        """Warn of a function that trains on one batch in each call, because a call ends its window."""
+        self._singles += 1
+        if self._singles == 2:
+            warn(
+                f"parwrap: {describe(call.function) if call.function else 'the block'} has one backward each time it runs, and accumulate("
+                f"{self._steps}) ends with it, so each batch gets a step of its own. Put accumulate around the loop over the batches."
+            )
 
 
 _open: list[int] = []

@@ -16,6 +16,7 @@ from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
+from parwrap.options import is_number
 from parwrap.precision.autocasting import Autocasting
 from parwrap.precision.choice import LEVELS, check, choose, missing_named
 from parwrap.precision.halving import HalfForGood, HalfInCalls
@@ -76,12 +77,12 @@ class amp(ScopeDecorator):
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f"device={device!r} is not a device type for parwrap.amp: use 'cuda' or 'cpu', or remove it.")
         for name, value, good, wanted in (
-            ("init_scale", init_scale, init_scale > 0, "a positive number"),
-            ("growth_factor", growth_factor, growth_factor > 1, "a number above 1"),
-            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "a number between 0 and 1"),
-            ("growth_interval", growth_interval, growth_interval >= 1, "a positive number of iterations"),
+            ("init_scale", init_scale, lambda x: x > 0, "a positive number"),
+            ("growth_factor", growth_factor, lambda x: x > 1, "a number above 1"),
+            ("backoff_factor", backoff_factor, lambda x: 0 < x < 1, "a number between 0 and 1"),
+            ("growth_interval", growth_interval, lambda x: x >= 1, "a positive number of iterations"),
         ):
-            if not good:
+            if not (is_number(value) and good(value)):
                 raise UsageError(f"{name}={value!r} is not {wanted}.")
         self._asked = dtype, level, device
         self._policy = {

@@ -46,7 +46,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states, states_kept
 from parwrap.options import Options
-from parwrap.places import from_script, script_place, warn
+from parwrap.places import from_script, is_ours, script_place, warn
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.output import Output, output_of
 from parwrap.rank_zero.scratch import CheckWait
@@ -54,6 +54,7 @@ from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import without
 from parwrap.ranks.group import Group, is_failure, say
+from parwrap.ranks.platform import run_after_fork
 from parwrap.ranks.world import detect, launch_variables
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
@@ -374,7 +375,8 @@ class _Scope(Interceptor):
         self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None, server: Server | None
     ) -> None:
         self._group, self._options, self._leave_group, self._whole, self._server = group, options, leave_group, whole, server
-        self._undo = ExitStack()
+        self._undo, self._training = ExitStack(), ExitStack()
+        self._reading: list[Interceptor] = []
         self.strategy: Strategy | None = None
         self.passes: Passes | None = None
         self._same_step: SameStep | None = None
@@ -398,10 +400,12 @@ class _Scope(Interceptor):
                     check_wait = self._same_step.positions.check_wait
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
                 if hidden:
-                    interceptors.append(HiddenGroup())
+                    self._reading.append(HiddenGroup())
             if not quiet:
                 self._warnings = self._undo.enter_context(parwraps_warnings())
-            self._undo.enter_context(intercepting(interceptors, module))
+            self._undo.enter_context(self._training)
+            self._training.enter_context(intercepting(interceptors, module))
+            self._undo.enter_context(intercepting(self._reading, module))
             self._undo.push(self._leave)
             try:
                 with explained():
@@ -416,7 +420,7 @@ class _Scope(Interceptor):
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Tell the other ranks of the node about an error that leaves the scope."""
         if error is not None and is_failure(error) and self._same_step is not None:
-            self._same_step.positions.raised()
+            self._same_step.positions.raised(error)
 
     def part(self) -> int | None:
         """The number of samples in this rank's part of a batch, if batches are divided."""
@@ -486,7 +490,16 @@ class _Scope(Interceptor):
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
-        return [streams, optimizers, modules, losses, *shared, divisors, self.strategy, self]
+        self._reading += [streams, HiddenWhileRead()]
+        return [optimizers, modules, losses, *shared, divisors, self.strategy, self]
+
+    def forked(self) -> None:
+        """Act alone in a process that this rank has forked: it is no rank, so all that it trains and ends is its own."""
+        groups.leave()
+        self._training.close()
+        if self._interrupts is not None:
+            self._interrupts.put_back()
+        self.strategy = self.passes = self._same_step = self._server = None
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -521,6 +534,21 @@ class _Scope(Interceptor):
         if what == "init_process_group":
             self._leave_group()
         _stand_aside(what)
+
+
+def _forked() -> None:
+    if _scope is not None:
+        _scope.forked()
+
+
+run_after_fork(_forked)
+
+
+class HiddenWhileRead(Interceptor):
+    """Hides the process group from a stream that is read, which would divide itself once more."""
+
+    def hides_group(self, frame: FrameType) -> bool:
+        return groups.is_reading_stream() and not is_ours(frame.f_code.co_filename)
 
 
 class HiddenGroup(Interceptor):

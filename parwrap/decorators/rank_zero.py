@@ -69,6 +69,11 @@ class rank_zero_only(ScopeDecorator):
             if self._broadcast and not is_alone() and (group := _waiting_group("rank_zero_only(broadcast=True)")):
                 return _shared(group, function, args, kwargs)
             if (local_rank() if self._local else rank()) > 0:
+                if self._broadcast:
+                    raise UsageError(
+                        f"{function.__qualname__} sends rank 0's result to the other ranks, but is called inside rank_zero_first, where "
+                        "these wait until rank 0 has left the block. Call it before the block, or leave out broadcast=True."
+                    )
                 _left_to_rank_zero()
                 return None
             with _running_alone():

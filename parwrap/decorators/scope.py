@@ -183,7 +183,11 @@ def _module(frame: FrameType) -> str:
 
 
 def describe(function: Any) -> str:
-    """Name, file and line of a function or class, for errors."""
+    """Name, file and line of a function or class, for errors; of what a ``functools.partial`` or an object with ``__call__`` runs."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__qualname__"):
+        function = type(function)
     name = getattr(function, "__qualname__", repr(function))
     try:
         return f"{name} ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"

@@ -36,6 +36,9 @@ MOST = 1000
 """Containers and arrays with more items are not searched for changes; a tensor with more elements is sent only if it may have changed."""
 
 MOST_NAMED = 5
+SENT = ("training", "defaults", "state", "param_groups")
+"""Attributes of models and optimizers that are sent back, beside the parts of a model."""
+
 CALLERS = "parwrap"
 """Marks the number of one of the caller's objects in packed data."""
 
@@ -219,12 +222,21 @@ def contents(names: Mapping[str, Any]) -> dict[str, Any]:
     >>> differing(before, contents({"history": history}))
     ['history']
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in names.items():
-        found[name] = _content(value)
+        found |= _contents_of(name, value)
         if not isinstance(value, (type, FunctionType, ModuleType, *KINDS)) and hasattr(value, "__dict__") and _is_of_script(type(value)):
-            found |= {f"{name}.{attribute}": _content(each) for attribute, each in vars(value).items()}
+            for attribute, each in vars(value).items():
+                found |= _contents_of(f"{name}.{attribute}", each)
     return found
+
+
+def _contents_of(name: str, value: Any) -> dict[str, Any]:
+    """The value behind ``name``, and what the script has set on a model or optimizer, beside the state that is sent back."""
+    own = {}
+    if isinstance(value, (nn.Module, Optimizer)):
+        own = {each: there for each, there in vars(value).items() if not (each in SENT or each.startswith("_") or callable(there))}
+    return {name: _content(value), **{f"{name}.{attribute}": _content(each) for attribute, each in own.items()}}
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -266,8 +278,8 @@ def warn_of_changes(names: list[str]) -> None:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     place = script_place()
     warnings.warn_explicit(
-        f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors, "
-        "models, optimizers and schedulers are copied back: return whatever else you need.",
+        f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors "
+        "and the state of models, optimizers and schedulers are copied back: return whatever else you need.",
         UserWarning,
         place.file,
         place.line,

@@ -285,6 +285,11 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
             f"the step follows {counted(one.batches, 'batch')} on one process and {several.batches} {on_ranks}: a loss scale has skipped "
             "other steps, because float16 overflows elsewhere in parts of a batch, or a number that was computed from a share decides"
         )
+    elif several.samples == ranks * one.samples:
+        reasons.append(
+            f"the step trains on {one.samples} samples on one process and on {several.samples} {on_ranks}: a decorator in the script says "
+            'batch="per_rank". Leave that out, or compare with DDP: --against ddp'
+        )
     elif one.samples != several.samples:
         reasons.append(
             f"the step trains on {one.samples} samples on one process and on {several.samples} {on_ranks}: the batch does not divide. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
@@ -100,7 +101,7 @@ def verify(
     >>> parwrap.verify(train).equal
     True
     """
-    _refuse_numbers(steps, nprocs)
+    _refuse_numbers(steps, nprocs, tolerance)
     plain, decorators = undecorated(function)
     given = next((each.given for each in decorators if isinstance(each, distributed)), {})
     options = {name: value for name, value in given.items() if name not in ("nprocs", "start_method")}
@@ -204,15 +205,17 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
     return compared(one, several, ranks, synchronized=one.batch_norms or asks, half=half, said=run.said, tolerance=tolerance)
 
 
-def _refuse_numbers(steps: int, ranks: Any) -> None:
+def _refuse_numbers(steps: int, ranks: Any, tolerance: float | None) -> None:
     if steps < 1:
         raise UsageError(f"verify compares a positive number of steps, not {steps}.")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise UsageError(f"verify allows for differences by rounding, so the tolerance is a number from 0 on, not {tolerance}.")
     if not str(ranks).isdecimal() or int(ranks) < 2:
         raise UsageError(f"verify compares one process with a number of ranks above 1, not {ranks}.")
 
 
 def _refuse(asked: argparse.Namespace) -> None:
-    _refuse_numbers(asked.steps, asked.nproc_per_node or 2)
+    _refuse_numbers(asked.steps, asked.nproc_per_node or 2, asked.tolerance)
     if asked.against not in (None, "ddp"):
         raise UsageError(f"--against {asked.against} is not possible: verify compares with one process, or with DDP by --against ddp.")
     if asked.against and getattr(asked, "batch", "per_rank") != "per_rank":

@@ -333,11 +333,11 @@ def _built(interceptor: Interceptor) -> Patches:
 
 
 def _step(interceptor: Interceptor) -> Patches:
-    return [hooked(lambda optimizer, args, kwargs: None if is_image(optimizer) else interceptor.step(optimizer))]
+    return [hooked(lambda optimizer, args, kwargs: None if is_image(args[0]) else interceptor.step(optimizer))]
 
 
 def _stepped(interceptor: Interceptor) -> Patches:
-    return [hooked(lambda optimizer, args, kwargs: None if is_image(optimizer) else interceptor.stepped(optimizer), after=True)]
+    return [hooked(lambda optimizer, args, kwargs: None if is_image(args[0]) else interceptor.stepped(optimizer), after=True)]
 
 
 def _scaler_step(interceptor: Interceptor) -> Patches:

@@ -53,11 +53,15 @@ class Interrupts:
             yield
         finally:
             self._stop_waiting()
-            for number, before in self._handlers.items():
-                if signal.getsignal(number) == self._hold:  # else the script has set its own
-                    signal.signal(number, before)
+            self.put_back()
         if self.held is not None:  # no backward has come
             raise_in_main_thread(self.held)
+
+    def put_back(self) -> None:
+        """Set the handlers that were there before."""
+        for number, before in self._handlers.items():
+            if signal.getsignal(number) == self._hold:  # else the script has set its own
+                signal.signal(number, before)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self.held is None and not self.raised:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -134,6 +135,15 @@ class Passes:
         self.batches = self.backwards = 0
         self.whole_at: Place | None = None
         self.clock = Clock()
+        self._thread = threading.current_thread()
+
+    def in_loop(self) -> bool:
+        """Whether the thread of the loop runs this code: the one that ran the last backward, or any if that one has ended.
+
+        Only that thread switches streams, because torch has one for the whole process.
+        """
+        current = threading.current_thread()
+        return current is self._thread or not self._thread.is_alive()
 
     @property
     def training(self) -> Pass | None:
@@ -219,6 +229,7 @@ class Passes:
     def ran_backward(self) -> None:
         """A backward of the script ran."""
         self.backwards += 1
+        self._thread = threading.current_thread()
         self.clock.end = time.perf_counter()
         if training := self.training:
             training.ran_backward()

@@ -44,6 +44,7 @@ class NativeCall(NamedTuple):
 CALLS = (
     NativeCall("torch.jit", "save", "save", "f", 1),
     NativeCall("torch.jit", "RecursiveScriptModule.save", "save", "f"),
+    NativeCall("torch.jit", "ScriptModule.save", "save", "f"),  # of a traced one
     NativeCall("torch.jit", "load", "read", "f"),
     NativeCall("torch.export", "save", "save", "f", 1),
     NativeCall("torch.export", "load", "read", "f"),

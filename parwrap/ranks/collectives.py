@@ -117,6 +117,8 @@ def broadcast(x: Any, src: int = 0) -> Any:
     {'lr': 0.1}
     """
     group = group_for("broadcast")
+    if isinstance(src, bool) or not isinstance(src, int):
+        raise UsageError(f"broadcast(src={src!r}): src must be the number of a rank.")
     if group is not None:
         agree(group, "parwrap.broadcast", src, lambda: src, _different_sources)
     size = world_size()
@@ -225,7 +227,7 @@ def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
     def result(leaf: Any) -> Any:
         total = next(totals)
         if isinstance(leaf, np.ndarray):
-            finished = finish(total, size).numpy()
+            finished = finish(total if leaf.dtype.kind in "fc" or name == "reduce_sum" else total.double(), size).numpy()
             return finished.astype(leaf.dtype) if leaf.dtype.kind in "fc" else finished
         if not isinstance(leaf, torch.Tensor):
             return finish(total.item(), size)
@@ -263,19 +265,30 @@ def _as_tensor(name: str, leaf: Any, size: int) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout != torch.strided:
             raise UsageError(f"parwrap.{name}() takes dense tensors, not one of layout {leaf.layout}: pass x.to_dense().")
-        wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(leaf.dtype, leaf.dtype)
-        return leaf.detach().to(wide if wide.is_floating_point or wide.is_complex else torch.int64, copy=True)
-    if isinstance(leaf, int) and abs(leaf) > MOST // size:
-        raise UsageError(
-            f"parwrap.{name}() adds up whole numbers in 64 bits, so on {counted(size, 'rank')} none may be beyond {MOST // size}, but one "
-            f"is {leaf}. Pass a float, or add them up as Python does: sum(parwrap.gather(x))."
-        )
+        if leaf.is_floating_point() or leaf.is_complex():
+            return leaf.detach().to(torch.float32 if leaf.dtype.itemsize < 4 else leaf.dtype, copy=True)
+        whole = leaf.to(torch.int64, copy=True)
+        if whole.is_cpu and whole.numel():  # to read a number of a GPU would wait for it
+            for each in (int(whole.max()), int(whole.min())):
+                _refuse_overflow(name, each, size)
+        return whole
+    if isinstance(leaf, int):
+        _refuse_overflow(name, leaf, size)
     if dtype := number_dtype(leaf):
         return torch.tensor(complex(leaf) if dtype.is_complex else float(leaf) if dtype.is_floating_point else int(leaf), dtype=dtype)
     raise UsageError(
         f"parwrap.{name}() takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, "
         f"not {type(leaf).__name__} ({leaf!r})."
     )
+
+
+def _refuse_overflow(name: str, number: int, size: int) -> None:
+    if abs(number) > MOST // size:
+        exact = ", or add them up as Python does: sum(parwrap.gather(x))" if name == "reduce_sum" else ""
+        raise UsageError(
+            f"parwrap.{name}() adds up whole numbers in 64 bits, so on {counted(size, 'rank')} none may be beyond {MOST // size}, but one "
+            f"is {number}. Pass floats{exact}."
+        )
 
 
 def _all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:

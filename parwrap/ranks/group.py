@@ -33,6 +33,7 @@ __all__ = [
     "is_outside",
     "is_rank_zero",
     "is_reading_stream",
+    "leave",
     "local_rank",
     "open_group",
     "opened",
@@ -201,8 +202,16 @@ def within(group: Group | None, process_group: dist.ProcessGroup | None, world: 
         set_default_group(default)
 
 
+def leave() -> None:
+    """Let this process, which a rank has forked, act alone. It keeps the rank's number."""
+    global _current, _outside
+    if _current is not None:
+        _outside = _current.world
+        _current = None
+
+
 def is_outside() -> bool:
-    """Whether this process, for example a parameter server, is not among the ranks that run the training loop, and so acts alone."""
+    """Whether this process is not among the ranks that run the training loop, as a parameter server or a forked one, and so acts alone."""
     return _outside is not None
 
 

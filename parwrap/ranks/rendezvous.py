@@ -190,6 +190,7 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        unlock(descriptor)  # also for processes that another thread has forked since
         os.close(descriptor)
 
 

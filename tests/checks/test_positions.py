@@ -11,7 +11,7 @@ import pytest
 from parwrap.checks.positions import Page, Positions, State, apart
 from parwrap.errors import LockstepError
 
-RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
+RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER, APART = State
 
 
 def page(*fields, sets):
@@ -34,6 +34,7 @@ def page(*fields, sets):
         (Page(3, BACKWARD, 7, 1), Page(2, ENDED, 0, 1), True),  # it will never come
         (Page(3, BACKWARD, 7, 1), Page(3, ENDED, 0, 1), False),  # it was here before
         (Page(3, BACKWARD, 7, 1), Page(3, RAISED, 0, 1), True),  # it takes no further step
+        (Page(3, BACKWARD, 7, 1), Page(3, APART, 0, 1), True),
         (Page(3, BACKWARD, 7, 1), Page(2, CONTROL, 5, 2), True),  # it waits for a message that I have not sent
         (Page(3, BACKWARD, 7, 2), Page(2, CONTROL, 5, 2), False),  # I have sent it
         # I am about to send my second control message, of kind 5
@@ -173,7 +174,7 @@ def test_a_page_that_is_written_is_never_read_in_parts(pages):
 def test_a_rank_that_has_ended_does_not_wait_for_one_that_has_raised(pages):
     first, second = pages
     second.enter(CONTROL, 5, "parwrap.gather at train.py:9")
-    second.raised()
+    second.raised(ValueError())
     with pytest.raises(LockstepError, match=r"rank 1 has raised an error; its last step was at parwrap.gather at train.py:9"):
         first.end(10)
 
@@ -186,7 +187,7 @@ def test_a_wait_for_a_file_of_a_first_rank_that_waits_for_this_one_is_an_error(p
     first, second = pages
     first.enter(first_is if first_is in (BACKWARD, CONTROL) else BACKWARD, 8, "train.py:40")
     if first_is in (RUNS, RAISED):
-        first.run() if first_is == RUNS else first.raised()
+        first.run() if first_is == RUNS else first.raised(ValueError())
 
     if is_error:
         with pytest.raises(LockstepError, match=r"have come apart, because rank 1 waits for a file of rank 0 at train.py:7:\n  rank 0 "):
@@ -200,3 +201,11 @@ def test_a_first_rank_that_is_in_the_same_step_is_no_error(pages):
         each.enter(BACKWARD, 8, "train.py:40")
 
     pages[1].check_wait(time.monotonic() - 1, "a file", patience=0.0)
+
+
+def test_a_rank_that_only_found_the_others_apart_is_not_said_to_have_failed(pages):
+    first, second = pages
+    second.enter(CONTROL, 5, "parwrap.gather at train.py:9")
+    second.raised(LockstepError())
+    with pytest.raises(LockstepError, match=r"rank 1 has stopped, because the ranks have come apart; its last step was at parwrap.gather"):
+        first.enter(BACKWARD, 8, "train.py:40")

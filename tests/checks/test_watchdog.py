@@ -18,6 +18,7 @@ import pytest
 from parwrap.checks import watchdog
 from parwrap.checks.positions import Positions
 from parwrap.checks.watchdog import watched
+from parwrap.errors import LockstepError
 from parwrap.loop.interrupts import Interrupts, noting_arrivals
 
 LIBRARY = ctypes.CDLL(None)
@@ -77,8 +78,9 @@ def after(seconds, act):
     threading.Timer(seconds, act).start()
 
 
-def test_a_rank_that_waits_for_its_gpu_is_let_go_when_another_rank_of_its_node_has_raised(gpu, pages, interrupts):
-    after(0.05, pages[1].raised)
+@pytest.mark.parametrize("error", [ValueError(), LockstepError()])
+def test_a_rank_that_waits_for_its_gpu_is_let_go_when_another_rank_of_its_node_has_raised(error, gpu, pages, interrupts):
+    after(0.05, lambda: pages[1].raised(error))
 
     with watched(gpu, pages[0], interrupts, print):
         gpu.wait()

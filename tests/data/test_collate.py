@@ -215,3 +215,16 @@ def test_a_value_that_the_dtype_has_not_is_refused(value, dtype):
         UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: choose another pad_value, or convert the sequences"
     ):
         pad_collate(pad_value=value)([torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)])
+
+
+def test_sequences_that_require_grad_keep_their_graph():
+    first, second = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    pad_collate()([first, second]).sum().backward()
+
+    assert (torch.equal(first.grad, torch.ones(2)), torch.equal(second.grad, torch.ones(3))) == (True, True)
+
+
+@pytest.mark.parametrize("value", [300, float("nan"), 0.5, -1])
+def test_a_value_that_the_dtype_does_not_have_is_refused(value):
+    with pytest.raises(UsageError, match=f"sequences of torch.uint8 cannot be padded with {value}: choose another pad_value, or convert"):
+        pad_collate(pad_value=value)([torch.ones(2, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -421,3 +422,25 @@ def test_dropout_differs_between_ranks_and_initial_weights_do_not():
 
         assert [True] * 32 == same(weights)
         assert 4 == len({str(each) for every in parwrap.gather(zeros) for each in every})
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_another_thread_trains_on_leaves_the_same_draws():
+    with parwrap.distributed():
+        training, inside = Training(), []
+
+        def train():
+            for _ in in_order():
+                training.step()
+                inside.append(draws())
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        after = draws()
+        with torch.no_grad():
+            evaluating = [draws() for _ in in_order()]
+        training.train(in_order())
+
+        assert [False, False, True] == same(inside[-1])
+        assert [True] * 3 == same(after) == same(evaluating[0]) == same(draws())

@@ -144,6 +144,13 @@ def test_another_backend_inside_is_refused():
         ({"seed": "1"}, "seed='1' is not an integer"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a positive number of megabytes"),
         ({"timeout": 0}, "timeout=0 is not a positive number of seconds"),
+        ({"timeout": "10"}, "timeout='10' is not a positive number of seconds"),
+        ({"timeout": float("inf")}, "timeout=inf is not a positive number of seconds"),
+        ({"bucket_cap_mb": "1"}, "bucket_cap_mb='1' is not a positive number of megabytes"),
+        ({"backend": 3}, "backend=3 is not available in this build of torch"),
+        ({"seed": True}, "seed=True is not an integer from 0 to"),
+        ({"gradient_as_bucket_view": "yes"}, "gradient_as_bucket_view='yes' is neither True nor False"),
+        ({"strategy": "local_sgd", "outer": "nesterov", "outer_lr": "a"}, "outer_lr='a' is not a positive learning rate"),
         ({"timeout": timedelta(0)}, "is not a positive number of seconds"),
     ],
 )

@@ -67,6 +67,7 @@ class Trainer:
         self.model = nn.Linear(1, 1)
         self.parts = {"second": nn.Linear(1, 1)}
         self.epochs, self.history = 0, []
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def fit(self):
         set_to_seven(self.parts["second"])
@@ -75,6 +76,10 @@ class Trainer:
 
     def step(self):
         set_to_seven(of_a_method)
+
+    def notes(self):
+        self.model.best, self.optimizer.note = 0.25, "good"
+        torch.optim.lr_scheduler.StepLR(self.optimizer, 1)  # counts steps of the optimizer in attributes of its own
 
     def counts(self):
         self.epochs += 1
@@ -117,6 +122,7 @@ def rebinds():
         (lambda: Trainer().fit, None),
         (lambda: Trainer().counts, "self.epochs, self.history, self.best"),
         (lambda: rebinds, "rebound"),
+        (lambda: Trainer().notes, "self.model.best, self.optimizer.note"),
     ],
 )
 def test_what_else_has_changed_is_named_once(function, named):

@@ -96,6 +96,8 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
     ("options", "expected"),
     [
         (["--steps", "0"], "verify compares a positive number of steps, not 0."),
+        (["--tolerance", "nan"], "verify allows for differences by rounding, so the tolerance is a number from 0 on, not nan."),
+        (["--tolerance", "-1"], "verify allows for differences by rounding, so the tolerance is a number from 0 on, not -1.0."),
         (["--nproc-per-node", "1"], "verify compares one process with a number of ranks above 1, not 1."),
         (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so the numbers differ: remove it."),
         (
@@ -254,3 +256,19 @@ def test_what_a_killed_verify_has_left_is_removed_by_the_next(tmp_path):
     (tmp_path / "train.py").write_text("")
     subprocess.run(command, cwd=tmp_path, env=environ, timeout=60)
     assert [] == left()
+
+
+@pytest.mark.slow
+def test_a_decorator_that_asks_for_larger_batches_is_the_reason_and_accumulation_is_none():
+    @parwrap.distributed(batch="per_rank")
+    def larger():
+        torch.manual_seed(0)
+        train(nn.Linear(4, 3), F.cross_entropy)
+
+    @parwrap.accumulate(2)
+    def accumulates():
+        torch.manual_seed(0)
+        train(nn.Linear(4, 3), F.cross_entropy)
+
+    assert 'a decorator in the script says batch="per_rank". Leave that out' in parwrap.verify(larger, steps=2).difference.reasons[0]
+    assert parwrap.verify(accumulates, steps=2).equal

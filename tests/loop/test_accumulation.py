@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from drawn_order import DrawnOrder
+from parwrap.decorators.distributed import open_loop
 from parwrap.ranks.group import alone
 from parwrap.strategies.ddp_averager import GradientAverager
 
@@ -666,3 +667,37 @@ def test_one_step_for_each_batch_changes_nothing():
     model = copy.deepcopy(build())
 
     assert 0 == distance(model, build())
+
+
+@pytest.mark.ranks(2)
+def test_skipped_steps_are_not_counted():
+    with parwrap.distributed(), parwrap.accumulate(2):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in DataLoader(torch.ones(10, 1), batch_size=1):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        steps = open_loop().optimizers.steps
+
+    assert 3 == steps
+
+
+def test_a_function_that_trains_on_one_batch_in_each_call_is_told_once():
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    @parwrap.accumulate(4)
+    def step():
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+
+    step()
+    with pytest.warns(UserWarning, match=r"step .* has one backward each time it runs, and accumulate\(4\) ends with it"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+
+    assert -3.0 == weight.item()

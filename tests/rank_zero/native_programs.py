@@ -18,7 +18,8 @@ def torchscript(rank):
         torch.nn.init.constant_(model.weight, step)
         torch.jit.save(model, "by_function.pt")
         model.save("by_method.pt")
-        seen += [torch.jit.load("by_function.pt").weight[0, 0].item(), torch.jit.load("by_method.pt").weight[0, 0].item()]
+        torch.jit.trace(model, torch.ones(1, SIZE)).save("traced.pt")
+        seen += [torch.jit.load(f"{name}.pt").weight[0, 0].item() for name in ("by_function", "by_method", "traced")]
     return seen
 
 

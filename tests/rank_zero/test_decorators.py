@@ -145,3 +145,17 @@ def test_one_rank_needs_no_group(tmp_path):
 
     with rank_zero_first(), every_rank_writes():
         assert 1 == report()
+
+
+@pytest.mark.ranks(2)
+def test_a_result_for_all_inside_rank_zero_first_is_refused_on_the_ranks_that_would_wait():
+    @rank_zero_only(broadcast=True)
+    def name():
+        return "run7"
+
+    with rank_zero_first():
+        if rank() == 0:
+            assert "run7" == name()
+        else:
+            with pytest.raises(UsageError, match=r"name sends rank 0's result .* inside rank_zero_first, .* Call it before the block"):
+                name()

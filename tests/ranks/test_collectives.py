@@ -81,12 +81,15 @@ def test_flags():
 @pytest.mark.ranks(2)
 def test_whole_numbers_whose_sum_may_not_fit_are_refused_and_others_are_exact():
     assert 2**63 - 2 == parwrap.reduce_sum(2**62 - 1)
-    with pytest.raises(
-        UsageError,
-        match=r"parwrap.reduce_sum\(\) adds up whole numbers in 64 bits, so on 2 ranks none may be beyond 4611686018427387903, but one is "
-        r"4611686018427387904. Pass a float, or add them up as Python does: sum\(parwrap.gather\(x\)\).",
-    ):
-        parwrap.reduce_sum({"tokens": 2**62})
+    for most in (2**62, torch.tensor([1, 2**62]), np.array([2**62]), torch.tensor(-(2**62))):
+        with pytest.raises(
+            UsageError,
+            match=r"parwrap.reduce_sum\(\) adds up whole numbers in 64 bits, so on 2 ranks none may be beyond 4611686018427387903, but one "
+            r"is -?4611686018427387904. Pass floats, or add them up as Python does: sum\(parwrap.gather\(x\)\).",
+        ):
+            parwrap.reduce_sum({"tokens": most})
+    with pytest.raises(UsageError, match=r"parwrap.reduce_mean\(\) adds up .* Pass floats\.$"):
+        parwrap.reduce_mean(2**62)
     assert 2**63 == sum(parwrap.gather(2**62))
 
 
@@ -138,3 +141,16 @@ def test_dicts_of_other_kinds_and_in_another_order():
     assert Counter(a=4, b=2) == parwrap.reduce_sum(counted)
     assert {"a": 4, "b": 2} == parwrap.reduce_sum(by_default)
     assert [Counter("aab")] * 2 == parwrap.gather(counted)
+
+
+@pytest.mark.ranks(2)
+def test_means_of_whole_numbers_in_arrays_and_sums_of_narrow_floats_lose_nothing():
+    narrow = torch.full((3,), 1.0 + parwrap.rank(), dtype=torch.float8_e4m3fn)
+
+    assert [16777217.0] == parwrap.reduce_mean(np.array([16777217])).tolist()
+    assert [3.0] * 3 == parwrap.reduce_sum(narrow).float().tolist()
+
+
+def test_the_rank_that_sends_is_a_number():
+    with pytest.raises(UsageError, match=r"broadcast\(src='0'\): src must be the number of a rank."):
+        parwrap.broadcast(1, src="0")

@@ -122,7 +122,7 @@ def test_models_that_differ_are_named():
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        ("steps", r"rank 0 is in the forward of Linear first at .*_errors.py.*rank 1 is in the check of weights at its end, after"),
+        ("steps", r"rank 0 is in the forward of Linear first at .*_errors.py.*rank 1 is in the last check of weights at its end, after"),
         ("unit", r"rank 0 is in the forward of Linear second at .*rank 1 is in the backward at"),
         ("state", r"rank 0 is in the forward of Linear first at .*rank 1 is in gathering a sharded tensor of shape \(2, 2\) at"),
     ],
