@@ -56,11 +56,12 @@ class RankZeroError(ParwrapError):
 OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
-def explain(error: BaseException, part: int | None = None) -> None:
-    """Add advice to an error on one of several ranks, on Python 3.11 and later: on device numbers, and on fixed batch sizes.
+def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> None:
+    """Add advice to an error on one of several ranks, on Python 3.11 and later: on device numbers, batch norms and fixed batch sizes.
 
     Args:
         error: the error.
+        ranks: the number of ranks.
         part: the number of samples in this rank's part of a batch, if batches are divided.
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
@@ -69,6 +70,11 @@ def explain(error: BaseException, part: int | None = None) -> None:
         error.add_note(
             "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "
             "'cuda:0'. To distinguish the ranks of a node, use parwrap.local_rank()."
+        )
+    elif ranks > 1 and isinstance(error, ValueError) and "Expected more than 1 value per channel" in in_one_line(error):
+        error.add_note(
+            f"parwrap: each of {ranks} ranks has its share of the samples, so a batch may be one sample here and more in one process. "
+            "Compute the statistics over all ranks, @parwrap.sync_bn (--sync-bn), or set drop_last=True in the loader."
         )
     elif part is not None and isinstance(error, (RuntimeError, ValueError, IndexError)) and OF_SHAPES.search(in_one_line(error)):
         error.add_note(

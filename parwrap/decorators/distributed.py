@@ -572,7 +572,8 @@ def explained() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        explain(error, None if _scope is None else _scope.part())
+        group = groups.current()
+        explain(error, 1 if group is None else group.world.size, None if _scope is None else _scope.part())
         raise
 
 

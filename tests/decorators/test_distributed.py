@@ -319,6 +319,24 @@ def test_ranks_that_train_alone_end_alone():
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_batch_norm_that_gets_one_sample_of_a_share_is_explained(batch):
+    @parwrap.distributed(batch=batch)
+    def train(model):
+        torch.optim.SGD(model.parameters(), 0.1)
+        for x in DataLoader(torch.ones(6, 2), batch_size=2):
+            model(x)
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        train(nn.BatchNorm1d(2))
+
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__[0].endswith(
+            "Compute the statistics over all ranks, @parwrap.sync_bn (--sync-bn), or set drop_last=True in the loader."
+        )
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("batch", "notes"), [("global", 1), ("per_rank", 0)])
 def test_a_batch_size_that_is_fixed_in_the_code_is_explained(batch, notes):
     @parwrap.distributed(batch=batch)
