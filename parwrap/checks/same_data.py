@@ -26,7 +26,8 @@ SPREAD = 1024
 SHAPE, ORDER, NUMBERS, TEXTS = range(4)
 WHAT = {
     SHAPE: "datasets of different lengths, batches of different sizes or different samplers",
-    ORDER: "the samples in different orders: a split, a permutation, the seed or the epoch differs, or a rank has drawn more numbers",
+    ORDER: "the samples in different orders: a split, a permutation, the seed or the epoch differs, or a rank has drawn more numbers or "
+    "read a pass more",
     NUMBERS: "different numbers at the same places of the dataset",
 }
 
@@ -34,8 +35,8 @@ NO_DATA = (0,) * (2 * (TEXTS + 1))
 """The digits of a rank that reads nothing."""
 
 
-def data_digits(loader: DataLoader, held: Held, seed: int) -> tuple[int, ...]:
-    """Eight digits below 251, two for each of: shape, order, numbers and texts of what ``loader`` reads in a pass.
+def data_digits(loader: DataLoader, held: Held, seed: int, passes: int = 0) -> tuple[int, ...]:
+    """Eight digits below 251, two for each of: shape, order, numbers and texts of what ``loader`` reads in a pass, after other ``passes``.
 
     >>> loader, other = DataLoader(torch.arange(8.0), batch_size=2), DataLoader(torch.ones(8), batch_size=2)
     >>> data_digits(loader, held_by(loader), 0) == data_digits(loader, held_by(loader), 0)
@@ -47,7 +48,7 @@ def data_digits(loader: DataLoader, held: Held, seed: int) -> tuple[int, ...]:
     shape = f"{_length(dataset)} {loader.batch_size} {loader.drop_last} {type(batches).__name__} {type(sampler).__name__}"
     tensors = (value for _, value in sorted(_attributes(sampler).items()) if isinstance(value, torch.Tensor) and value is not dataset)
     weights = [_numbers_hash(value) for value in tensors]
-    return held.digits(shape, f"{seed} {weights}")
+    return held.digits(shape, f"{seed} {weights} {passes}")
 
 
 def held_by(loader: DataLoader) -> Held:

@@ -7,6 +7,7 @@ the end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from zlib import crc32
@@ -44,11 +45,12 @@ def is_due(step: int) -> bool:
 
 
 @torch.no_grad()
-def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = None) -> torch.Tensor:
     """A checksum of the bits of each tensor and of their order.
 
     Args:
         tensors: dense or sparse tensors of any shape, dtype and device.
+        numbers: a number for each tensor; by default they are counted.
 
     Returns:
         An int64 tensor of shape ``(number of tensors,)``, on the device of the first.
@@ -58,14 +60,14 @@ def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     (True, False)
     """
     sums = []
-    for index, each in enumerate(tensors):
+    for each, number in zip(tensors, itertools.count() if numbers is None else numbers, strict=False):
         dense = (each.detach().coalesce().values() if each.is_sparse else each.detach()).contiguous()
         if dense.dim() == 0:
             dense = dense.reshape(1)
         bits = dense.view(BITS[dense.element_size()]) if dense.dtype != torch.bool else dense
         flat = bits.reshape(-1)
         parts = torch.stack([flat[start::stride].sum(dtype=torch.int64) * factor for start, stride, factor in SAMPLES])
-        sums.append(parts.sum() * (2 * index + 1))
+        sums.append(parts.sum() * (2 * number + 1))
     if not sums:
         return torch.zeros(0, dtype=torch.int64)
     return torch.stack([each.to(sums[0].device) for each in sums])
@@ -125,7 +127,7 @@ class SameWeights:
         """A training pass begins. Compare the weights if :func:`is_due` names it: the script may have changed them without a step."""
         self._begun += 1
         if is_due(self._begun):
-            self.check()
+            self.check("the check of weights as a training pass begins")
 
     def end(self) -> None:
         """Compare the weights a last time: they may have changed since the last step, as where a script loads the best ones."""
@@ -153,28 +155,35 @@ class SameWeights:
         others = {} if self.owned_only else {number: p for number, p in trainable.items() if id(p) not in ids}
         parameters = [*owned, *others.values()]
         options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
-        sums = checksums(parameters)
+        frozen = [place for place, p in enumerate(owned) if not p.requires_grad]
+        about = f"{options} {frozen}"
+        sums = checksums(parameters, [*range(len(owned)), *others])
         whole = (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)).sum() if len(sums) else sums.sum()
         if sums.is_cuda:
             before, event = self._on_the_way, torch.cuda.Event()
             pinned = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(whole, non_blocking=True)
             event.record()
-            self._on_the_way = pinned, event, options
+            self._on_the_way = pinned, event, about
             if before is None:
                 return
             before[1].synchronize()
-            whole, options = before[0], before[2]
+            whole, about = before[0], before[2]
 
         def details() -> _Weights:
             all_sums = sums.tolist()
             return _Weights(
-                _processor(self._group), options, all_sums[: len(owned)], dict(zip(others, all_sums[len(owned) :], strict=True))
+                _processor(self._group),
+                options,
+                all_sums[: len(owned)],
+                dict(zip(others, all_sums[len(owned) :], strict=True)),
+                frozen,
+                self._modules.frozen(),
             )
 
         def error(all_ranks: list[_Weights]) -> Exception | None:
             return self._error(all_ranks, owned, others)
 
-        digest = crc32(options.encode()) ^ (int(whole) % 2**61)
+        digest = crc32(about.encode()) ^ (int(whole) % 2**61)
         differing = agree(self._group, kind, digest, details, error)
         if differing is not None:  # by rounding, as far as checksums show
             held = set(others).intersection(*(each.others for each in differing))
@@ -210,6 +219,15 @@ class SameWeights:
                     f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {first.options} and {theirs.options}. "
                     "Compute them from numbers that are the same on all ranks: a loss after its backward, or parwrap.reduce_sum(correct)."
                 )
+            asks = [owned[place] for place in sorted({*first.frozen} ^ {*theirs.frozen})]
+            if not self.owned_only:
+                frozen = ({*first.frozen_others} & theirs.others.keys()) | ({*theirs.frozen_others} & first.others.keys())
+                asks += [p for number, p in self._modules.numbered().items() if number in frozen]
+            if asks:
+                return RankMismatchError(
+                    f"{self._modules.name_of(asks[0])} requires grad on rank 0 or on rank {rank}, but not on both, {when}. Freeze and "
+                    "unfreeze the same parameters on every rank, for example by an epoch or a loss after its backward."
+                )
             differ = [p for p, a, b in zip(owned, first.owned, theirs.owned, strict=True) if a != b]
             held = first.others.keys() & theirs.others.keys() & others.keys()
             differ += [others[number] for number in sorted(held) if first.others[number] != theirs.others[number]]
@@ -231,12 +249,16 @@ class _Weights(NamedTuple):
         options: the options of its optimizers.
         owned: the checksums of their parameters, in order.
         others: the checksums of other parameters of its modules, by their numbers.
+        frozen: the places in ``owned`` of the parameters that do not require grad.
+        frozen_others: the numbers of parameters that do not require grad.
     """
 
     processor: str
     options: str
     owned: list[int]
     others: dict[int, int]
+    frozen: list[int]
+    frozen_others: list[int]
 
 
 def _processor(group: Group) -> str:

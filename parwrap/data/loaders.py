@@ -205,6 +205,7 @@ class Loaders(Sources, Interceptor):
                 self._leave(each)
         if not training or self._passes.in_loop():
             self._begins(training)
+        self._passes.begun += self._passes.in_loop()
         opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._trained_in(last)
         iteration.opened, known.last = opened, opened
@@ -233,7 +234,7 @@ class Loaders(Sources, Interceptor):
         with self._drawing():
             share, opened.weights = self._share(loader, known)
             refuse_nothing(loader, share, self._size, self._options().uneven)
-            opened.data = data_digits(loader, self._held(loader, known), known.seed)
+            opened.data = data_digits(loader, self._held(loader, known), known.seed, self._passes.begun)
             self._check_length(loader, known, opened)
         split = was_split(share.dataset)
         dealt = isinstance(loader.dataset, IterableDataset) and not split

@@ -151,6 +151,9 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
     if loader.batch_size is None or not (isinstance(loader.dataset, IterableDataset) or is_plain(loader)):
         return _in_rounds(whole, size, uneven)
     samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:  # which divide the stream, as torch asks of it
+        parts = [len(range(worker, samples, loader.num_workers)) for worker in range(loader.num_workers)]
+        return sum(len(BatchSampler(range(_in_rounds(part, size, uneven)), batch_size, loader.drop_last)) for part in parts)
     if uneven == "join":
         return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
     return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))

@@ -51,8 +51,16 @@ class Modules(Interceptor):
             self._made += 1
 
     def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
-        """The parameters that require grad, by their number in the order in which they were made, which is the same on all ranks."""
-        return {number: p for p, number in self._numbers.items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
+        """The parameters that require grad, by their number."""
+        return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
+
+    def frozen(self) -> list[int]:
+        """The numbers of the parameters that do not require grad."""
+        return [number for number, p in self.numbered().items() if not p.requires_grad]
+
+    def numbered(self) -> dict[int, torch.Tensor]:
+        """All parameters, by their number in the order in which they were made, which is the same on all ranks."""
+        return {number: p for p, number in self._numbers.items()}
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         self._outer.setdefault(module)

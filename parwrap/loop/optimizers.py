@@ -150,6 +150,10 @@ class Optimizers(Interceptor):
         if self._passes.training and ref not in self._stepped_in_pass:
             self._stepped_in_pass.append(ref)
 
+    def trains_in_batch(self, leaf: torch.Tensor) -> bool:
+        """Whether an optimizer that was built inside a training pass has ``leaf``."""
+        return any(leaf is each for optimizer in self._batch_optimizers for each in parameters_of(optimizer))
+
     def is_of_batch(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` trains what was made inside the training pass."""
         return optimizer in self._batch_optimizers

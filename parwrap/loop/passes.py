@@ -123,6 +123,7 @@ class Passes:
         draws_own: whether each rank draws its own random numbers from the first backward on.
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
+        begun: the number of passes over loaders that the thread of the loop has begun.
         whole_at: the first line with a pass that every rank has read whole though gradients were on, unless the script says that it should.
         clock: how long the loop has trained and waited.
     """
@@ -132,7 +133,7 @@ class Passes:
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws, self._unsent = 0, False
-        self.batches = self.backwards = 0
+        self.batches = self.backwards = self.begun = 0
         self.whole_at: Place | None = None
         self.clock = Clock()
         self._thread = threading.current_thread()

@@ -48,6 +48,7 @@ CALLS = (
     NativeCall("torch.jit", "load", "read", "f"),
     NativeCall("torch.export", "save", "save", "f", 1),
     NativeCall("torch.export", "load", "read", "f"),
+    NativeCall("torch.autograd.profiler", "profile.export_chrome_trace", "write", "path"),
     NativeCall("torch.package", "PackageExporter.__init__", "open", "f", mode="w"),
     NativeCall("torch.package", "PackageImporter.__init__", "read", "file_or_buffer"),
     NativeCall("safetensors", "safe_open", "read", "filename"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.journal import Progress, Sites
 from parwrap.rank_zero.listing import Entries, SeenEntry
@@ -41,6 +42,7 @@ class ReplicaFiles:
     def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
         self._overlay, self._rules, self._progress, self._stands_in = overlay, overlay.rules, progress, stands_in
         self._sites = Sites()
+        self._in_scratch = False  # whether the real working directory is a folder in scratch
 
     def close(self) -> None:
         """Let all calls run unchanged from now on, and remove this rank's scratch files."""
@@ -108,7 +110,7 @@ class ReplicaFiles:
         """``os.stat`` and similar calls."""
         if isinstance(path, int) or not self._rules.looks():
             return original(path, *args, **kwargs)
-        if not kwargs.get("dir_fd") and not self._overlay.may_differ(path):
+        if name != "chdir" and not kwargs.get("dir_fd") and not self._overlay.may_differ(path):
             with suppress(FileNotFoundError):
                 result = original(path, *args, **kwargs)
                 if type(result) is os.stat_result and result.st_ctime <= self._overlay.since:
@@ -122,7 +124,14 @@ class ReplicaFiles:
             raise
         if place is not path:
             kwargs = {key: value for key, value in kwargs.items() if key != "dir_fd"}
-        return original(place, *args, **kwargs)
+        if name in ("stat", "lstat"):
+            with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
+                if (saved := self._overlay.content(place)) is not place:
+                    return os.stat(saved)  # a descriptor of rank 0 looks like a link
+        result = original(place, *args, **kwargs)
+        if name == "chdir":
+            self._in_scratch = self._overlay.owns(place)
+        return result
 
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: sorted, so that all ranks have the same order."""
@@ -182,7 +191,7 @@ class ReplicaFiles:
 
     def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
         """Run a child process. This rank sees the files that the child makes."""
-        self._overlay.child_began(id(process))
+        self._overlay.child_began(process)
         try:
             return run()
         except BaseException:
@@ -190,7 +199,7 @@ class ReplicaFiles:
             raise
 
     def command_ended(self, process: Any) -> None:
-        self._overlay.child_ended(id(process))
+        self._overlay.child_ended(process)
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
         """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same."""
@@ -270,7 +279,7 @@ class ReplicaFiles:
             if self._rules.exempt(key):
                 return key
             place = self._overlay.existing(key, path)
-            return path if place == named else place
+            return path if place == named and not self._in_scratch else place  # a relative path starts at the real working directory
 
     def _content(self, path: Any) -> Any:
         """Where the content of ``path`` is for this rank: as :meth:`_read`, but where that is a marker, the file that rank 0 has saved."""

@@ -87,7 +87,7 @@ class Overlay:
         self._made = 0
         self.since = rules.since
         """Paths that were changed later are hidden, because rank 0 may be ahead."""
-        self._running: dict[int, float] = {}
+        self._running: dict[Any, float] = {}
         self._ran: list[tuple[float, float]] = []
         self._left_alone = 0
 
@@ -267,11 +267,11 @@ class Overlay:
         self._journal.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def child_began(self, process: int) -> None:
+    def child_began(self, process: Any) -> None:
         """A child process of this rank begins."""
         self._running[process] = clock()
 
-    def child_ended(self, process: int) -> None:
+    def child_ended(self, process: Any) -> None:
         """Record that a child process has ended, unless its end is known already."""
         if (begin := self._running.pop(process, None)) is not None:
             self._ran.append((begin, clock()))
@@ -301,6 +301,8 @@ class Overlay:
             return False
         if when <= self.since or not self.rules.in_process():
             return False
+        for process in [each for each in self._running if getattr(each, "exitcode", None) is not None]:  # of a pool, which joins none
+            self.child_ended(process)
         if _during(when, [*self._ran, *((begin, math.inf) for begin in self._running.values())]):
             return False
         self._wait_for_what_runs_alone()

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from parwrap.errors import RankMismatchError
 from parwrap.ranks.agreement import agree_on, first_other
-from parwrap.ranks.group import Group
+from parwrap.ranks.group import Group, is_alone
 from parwrap.torch_private.modules import NormBase, registered_buffers
 from parwrap.torch_private.tensors import version_of
 
@@ -50,16 +50,22 @@ class Buffers:
 
     def __init__(self, group: Group, modules: Iterable[nn.Module]) -> None:
         self._group = group
-        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
         for module in modules:
             for inner in module.modules():
-                self._modules[inner] = None
+                for name, buffer in registered_buffers(inner).items():
+                    self._note(inner, name, buffer)
         self._evaluated: list[weakref.ref[nn.Module]] = []
         self._before: dict[_Buffer, tuple[int, int]] = {}
         self._moving: list[_Buffer] = []
         self._backwards_left = 0
         # no hook on forwards: torch.compile would trace it
-        self._hook = register_module_buffer_registration_hook(lambda module, name, buffer: self._modules.setdefault(module))
+        self._hook = register_module_buffer_registration_hook(self._note)
+
+    def _note(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        """Note a buffer as it is now, before a forward has changed it."""
+        if not is_alone() and buffer is not None and not buffer.is_inference():
+            self._modules.setdefault(module, {})[name] = _state(buffer)
 
     def put_in_eval(self, module: nn.Module) -> None:
         """Record that the script has put ``module`` in eval mode."""
@@ -75,6 +81,8 @@ class Buffers:
     def after_backward(self) -> None:
         """Send the buffers that training changes."""
         if self._backwards_left:
+            if self._backwards_left == STEPS:
+                self._send_changed()
             self._backwards_left -= 1
             if not self._backwards_left:
                 moved = [
@@ -85,6 +93,18 @@ class Buffers:
                 _agree_on(self._group, "agreement on the buffers that training changes", self._moving)
         if self._moving:
             self._send(self._moving, "sending the buffers that training changes")
+
+    def _send_changed(self) -> None:
+        """Send the buffers that have changed since they were noted: the first forward may have done it. Ranks that differ keep theirs."""
+        changed = []
+        for buffer in self._before:
+            module, tensor = buffer.module(), buffer.tensor()
+            if module is not None and tensor is not None and self._modules[module].get(buffer.name) != _state(tensor):
+                changed.append(buffer)
+                self._modules[module][buffer.name] = _state(tensor)
+        kind = "sending the buffers that the first forward may have changed"
+        if agree_on(self._group, kind, _shapes(changed), lambda all_ranks: None) is None and changed:
+            self._send(changed, kind)
 
     def begins_whole(self) -> None:
         """Send the buffers of the modules that were put in eval mode; called when a pass that does not train begins after a step."""
@@ -129,9 +149,11 @@ def _state(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor), version_of(tensor)
 
 
-def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
-    shapes = [(buffer.name, str(tensor.dtype), tuple(tensor.shape)) for buffer in buffers if (tensor := buffer.tensor()) is not None]
+def _shapes(buffers: Iterable[_Buffer]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(buffer.name, str(tensor.dtype), tuple(tensor.shape)) for buffer in buffers if (tensor := buffer.tensor()) is not None]
 
+
+def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
     def error(all_ranks: list[Any]) -> Exception:
         rank, theirs = first_other(all_ranks)
         mine = all_ranks[0]
@@ -146,4 +168,4 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
             "rank 0 does into a function decorated with @parwrap.rank_zero_only."
         )
 
-    agree_on(group, kind, shapes, error)
+    agree_on(group, kind, _shapes(buffers), error)

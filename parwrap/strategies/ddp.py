@@ -147,7 +147,7 @@ class DDP(OneModel):
             self._weights.begins_pass()
         elif self._synced_steps != self.loop.optimizers.steps and not is_alone():
             self._synced_steps = self.loop.optimizers.steps
-            self._weights.check()
+            self._weights.check("the check of weights as a pass that does not train begins")
             self.buffers.begins_whole()
 
     def moved(self, module: nn.Module) -> None:

@@ -190,7 +190,7 @@ class Sites:
                 return
             before, handle = self._bare[leaf]
             handle.remove()
-            if not torch.equal(before, checksums([leaf])):
+            if not torch.equal(before, checksums([leaf])) and not loop.optimizers.trains_in_batch(leaf):
                 warn(
                     f"parwrap: the backward at {place} does not average the gradient of a tensor of shape {tuple(leaf.shape)} that the "
                     "script changes by hand. The tensor is no nn.Parameter and no optimizer has it, so each rank trains its own. To "

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from parwrap.errors import LockstepError, RankMismatchError
 
 
 def data(samples=32):
@@ -317,3 +318,37 @@ def test_equal_losses_are_not_named_where_each_rank_draws_its_own(capfd, options
     run()
 
     assert (is_said and parwrap.rank() == 0) == ("same losses" in capfd.readouterr().err)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_parameter_that_one_rank_freezes_is_named(owned):
+    def train():
+        frozen, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD([*(frozen.parameters() if owned else []), *other.parameters()], lr=0.1)
+        for step in range(4):
+            if parwrap.rank() == 1 and step == 2:
+                frozen.weight.requires_grad_(False)
+            (frozen(torch.ones(1, 1)) + other(torch.ones(1, 1))).sum().backward()
+            optimizer.step()
+
+    text = r"weight of a Linear \(shape \(1, 1\)\) requires grad on rank 0 or on rank 1, but not on both, after step \d"
+    with pytest.raises(RankMismatchError, match=text):
+        parwrap.distributed(train)()
+
+
+@pytest.mark.ranks(2)
+def test_an_evaluation_of_one_rank_is_not_taken_for_the_next_pass_of_the_other():
+    def train():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(3):
+            for x in DataLoader(torch.ones(4, 1), batch_size=1):
+                model(x).sum().backward()
+                optimizer.step()
+            if parwrap.rank() == 1 and epoch == 1:
+                with torch.no_grad():
+                    list(DataLoader(torch.ones(4, 1)))
+
+    with pytest.raises((LockstepError, RankMismatchError), match=r"come apart|has drawn more numbers or read a pass more"):
+        parwrap.distributed(train)()

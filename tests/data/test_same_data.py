@@ -105,7 +105,10 @@ def test_digits_fit_in_half_a_float16():
     ("differ", "text"),
     [
         ({0, 2}, "datasets of different lengths, batches of different sizes or different samplers"),
-        ({1}, "the samples in different orders: a split, a permutation, the seed or the epoch differs, or a rank has drawn more numbers"),
+        (
+            {1},
+            "the samples in different orders: a split, .* the epoch differs, or a rank has drawn more numbers or read a pass more",
+        ),
         ({2, 3}, "different numbers at the same places of the dataset"),
     ],
 )

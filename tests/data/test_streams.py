@@ -350,3 +350,24 @@ def test_a_stream_of_webdataset_is_dealt_or_splits_itself(tmp_path):
 
         assert list(range(16)) == everyones(training.train(loader()))
         assert list(range(16)) == everyones(training.train(parwrap.replicate(loader(nodesplitter=webdataset.split_by_node))))
+
+
+class DividedByWorkers(IterableDataset):
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, 12, info.num_workers))
+
+
+@pytest.mark.ranks(2)
+def test_the_length_of_a_stream_that_workers_divide_is_the_number_of_its_batches():
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(DividedByWorkers(), batch_size=2, num_workers=2)
+        batches = 0
+        for _ in loader:
+            batches, inside = batches + 1, len(loader)
+            training.step()
+
+        assert [4, 4, 4] == [batches, inside, len(loader)]

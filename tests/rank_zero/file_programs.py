@@ -221,3 +221,11 @@ def temporary_folder_and_checkpoint_in_it(rank):
         Path(folder, "deep", "a.txt").write_text("a")
         seen = torch.load(best), sorted(os.listdir(folder))
     return seen, os.path.exists(folder)
+
+
+def sizes_of_checkpoints(rank):
+    torch.save(torch.ones(1000), "large.pt")
+    torch.save(torch.ones(10), "small.pt")
+    large, small = os.path.getsize("large.pt"), os.stat("small.pt").st_size
+    os.remove("small.pt")
+    return 4000 < large < 8000, small < large, os.path.exists("large.pt"), os.path.exists("small.pt")

@@ -230,3 +230,21 @@ def resumed_from_an_earlier_run(rank):
         torch.save(epoch, "old.pt")
         torch.save(epoch, f"epoch{epoch}.pt")
     return start, sorted(glob.glob("*.pt"))
+
+
+def working_directory_of_an_earlier_run(rank):
+    os.chdir("old")
+    seen = os.path.basename(os.getcwd()), sorted(os.listdir("."))
+    os.chdir("..")
+    return seen, os.path.exists("old.txt")
+
+
+def new_working_directory_beside_files_of_an_earlier_run(rank):
+    os.makedirs("out/inner")
+    os.chdir("out/inner")
+    with open("../../old.txt") as file:
+        seen = [file.read(), os.path.exists("../../old.txt"), os.path.getsize("../../old.txt"), os.path.exists("../../new.txt")]
+    with open("log.txt", "w") as file:
+        file.write("a")
+    os.chdir("../..")
+    return seen, os.listdir("out/inner"), os.path.exists("old.txt"), os.path.exists("out/inner/log.txt")

@@ -159,3 +159,11 @@ def to_a_folder_that_is_missing(rank):
         except Exception:
             seen.append("failed")
     return seen
+
+
+def profiled(rank):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(2).sum()
+    profiler.export_chrome_trace("trace.json")
+    with open("trace.json") as file:
+        return "traceEvents" in file.read()

@@ -219,11 +219,14 @@ def test_other_processes_write_for_real(tmp_path):
         child = multiprocessing.get_context("fork").Process(target=Path(folder, "forked").write_text, args=("a",))
         child.start()
         child.join()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            pool.map(Path(folder, "pooled").write_text, ["a"])
+        seen = os.path.exists(os.path.join(folder, "pooled"))
         subprocess.run([sys.executable, "-c", "open('started', 'w')"], cwd=folder, check=True)
         with alone():
-            return sorted(os.listdir(folder))
+            return seen, sorted(os.listdir(folder))
 
-    assert [["forked", "started"]] * 2 == on_each(through, tmp_path)
+    assert [(True, ["forked", "pooled", "started"])] * 2 == on_each(through, tmp_path)
 
 
 @pytest.mark.ranks(2)

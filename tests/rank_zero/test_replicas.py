@@ -178,7 +178,10 @@ def test_a_checkpoint_is_not_written_twice(tmp_path):
     with files():
         torch.save(torch.zeros(100_000), tmp_path / "a.pt")
 
-        assert (rank() == 1) == (os.path.getsize(tmp_path / "a.pt") < 1000)
+        assert 400_000 < os.path.getsize(tmp_path / "a.pt") < 500_000
+        with passing():
+            written = [path.stat().st_size < 1000 for path in Path(current().folder).rglob("a.pt")]
+        assert rank() == 0 or [True] == written
         assert 100_000 == len(torch.load(tmp_path / "a.pt", mmap=True))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
@@ -160,3 +163,37 @@ def test_a_state_dict_sends_nothing_and_what_is_saved_is_rank_zeros(tmp_path):
         assert torch.equal(own, model[0].running_mean)
     assert not torch.equal(*everyones)
     assert torch.equal(everyones[0], saved["0.running_mean"])
+
+
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        out = self.linear(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * out.mean(0))
+        return out - self.mean
+
+
+@pytest.mark.ranks(2)
+def test_what_the_first_forward_changes_is_rank_zeros_from_the_second_on_as_with_ddp():
+    inputs = torch.arange(16.0).view(4, 2, 2) + parwrap.rank()
+
+    def train(model, wrapped):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x in inputs:
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Codebook()
+    by_hand = copy.deepcopy(model)
+    expected = train(by_hand, DistributedDataParallel(by_hand))
+    found = parwrap.distributed(train)(model, model)
+
+    assert [0.0, 0.0] == [(a - b).abs().max().item() for a, b in zip(expected, found, strict=True)]
