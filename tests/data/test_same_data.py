@@ -117,8 +117,9 @@ def test_the_error_names_the_worst(differ, text):
         RankMismatchError,
         match=rf"the ranks have read {text} in the pass at train.py:3. Each rank reads a part of what all of them hold, so samples would "
         "be read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, "
-        r"the same batch size, and the same seed \(not the clock or the process number\). Draw inside `with parwrap.same_draws\(\):`. If "
-        "the dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first",
+        r"the same batch size, and the same seed \(not the clock or the process number\). Draw inside `with parwrap.same_draws\(\):`. "
+        "Read a loader that only rank 0 needs in a function decorated with @parwrap.rank_zero_only. If the dataset, or the weights of its "
+        "sampler, were collected in a training pass, each rank has only a share: gather it first",
     ):
         different_data(differ, Place("train.py", 3))
 
