@@ -128,7 +128,12 @@ class ReplicaFiles:
             with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
                 if (saved := self._overlay.content(place)) is not place:
                     return os.stat(saved)  # a descriptor of rank 0 looks like a link
-        result = original(place, *args, **kwargs)
+        try:
+            result = original(place, *args, **kwargs)
+        except FileNotFoundError:
+            if (again := self._read(path, follow)) == place:
+                raise
+            result = original(again, *args, **kwargs)  # rank 0 has moved it meanwhile
         if name == "chdir":
             self._in_scratch = self._overlay.owns(place)
         return result
@@ -422,7 +427,10 @@ class ReplicaFiles:
         place = self._begin(made, path, keep=False)
         save = self._sites.next()
         if self._overlay.marked(with_marks) is None:
-            shutil.copyfile(with_marks, place)
+            try:
+                shutil.copyfile(with_marks, place)
+            except FileNotFoundError:  # rank 0 has moved it meanwhile
+                shutil.copyfile(self._overlay.existing(key, source), place)
             if self._stands_in is not None and self._stands_in.is_checkpoint(with_marks):
                 self._stands_in.save(save, place)
         else:
