@@ -107,7 +107,7 @@ class Interrupts:
 def noting_arrivals() -> Iterator[Callable[[], bytes]]:
     """Yields a function that returns the numbers of the signals that have arrived in the block, also those that Python has not handled yet.
 
-    Python's own C handler notes them, in the launcher's file if there is one. If something else is told of signals, none is noted here.
+    Python's C handler writes them to a file: the launcher's, if there is one. If the script has set another receiver, none is returned.
     """
     if threading.current_thread() is not threading.main_thread():
         yield bytes

@@ -115,9 +115,9 @@ class ReplicaFiles:
                 result = original(path, *args, **kwargs)
                 if type(result) is os.stat_result and result.st_ctime <= self._overlay.since:
                     return result
-        follow = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True)
+        follow, folder = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True), kwargs.get("dir_fd")
         try:
-            place = self._read(path, follow, kwargs.get("dir_fd"))
+            place = self._read(path, follow, folder)
         except FileNotFoundError:
             if name == "access":
                 return False
@@ -131,9 +131,9 @@ class ReplicaFiles:
         try:
             result = original(place, *args, **kwargs)
         except FileNotFoundError:
-            if (again := self._read(path, follow)) == place:
+            if (again := self._read(path, follow, folder)) == place:
                 raise
-            result = original(again, *args, **kwargs)  # rank 0 has moved it meanwhile
+            result = original(again, *args, **kwargs)  # rank 0 has moved it since
         if name == "chdir":
             self._in_scratch = self._overlay.owns(place)
         return result
@@ -429,7 +429,7 @@ class ReplicaFiles:
         if self._overlay.marked(with_marks) is None:
             try:
                 shutil.copyfile(with_marks, place)
-            except FileNotFoundError:  # rank 0 has moved it meanwhile
+            except FileNotFoundError:  # rank 0 has moved it since
                 shutil.copyfile(self._overlay.existing(key, source), place)
             if self._stands_in is not None and self._stands_in.is_checkpoint(with_marks):
                 self._stands_in.save(save, place)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 
 import pytest
 
-from parwrap.checks.positions import Page, Positions, State, apart
+from parwrap.checks.positions import Page, State, apart
 from parwrap.errors import LockstepError
 
 RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER, APART = State
@@ -67,17 +66,6 @@ def page(*fields, sets):
 )
 def test_two_ranks_can_never_meet(mine, other, expected):
     assert expected is apart(mine, other)
-
-
-@pytest.fixture
-def pages(tmp_path, monkeypatch):
-    both = []
-    for rank in (0, 1):
-        monkeypatch.setattr("parwrap.checks.positions._openings", Counter())  # as in a process of its own
-        both.append(Positions(tmp_path, rank, range(2)))
-    yield both
-    for each in both:
-        each.close()
 
 
 def test_the_error_says_where_all_ranks_of_the_node_are(pages):

@@ -10,13 +10,11 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from parwrap.checks import watchdog
-from parwrap.checks.positions import Positions
 from parwrap.checks.watchdog import watched
 from parwrap.errors import LockstepError
 from parwrap.loop.interrupts import Interrupts, noting_arrivals
@@ -47,17 +45,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(watchdog, "PATIENCE", 0.1)
     monkeypatch.setattr(watchdog, "UNHEARD", 0.2)
     return SimpleNamespace(wait=wait, aborted=aborted, backend="nccl", store=None)
-
-
-@pytest.fixture
-def pages(tmp_path, monkeypatch):
-    both = []
-    for rank in (0, 1):
-        monkeypatch.setattr("parwrap.checks.positions._openings", Counter())  # as in a process of its own
-        both.append(Positions(tmp_path, rank, range(2)))
-    yield both
-    for each in both:
-        each.close()
 
 
 @pytest.fixture
