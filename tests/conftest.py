@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import warnings
+from collections import Counter
 from textwrap import dedent
 
 import pytest
@@ -103,3 +104,17 @@ def run(pytester: pytest.Pytester, inner_options: list[str]) -> Run:
         return pytester.runpytest_inprocess(*inner_options, *options)
 
     return run
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """The pages of a node with two ranks, both opened by the test's process."""
+    from parwrap.checks.positions import Positions
+
+    both = []
+    for rank in (0, 1):
+        monkeypatch.setattr("parwrap.checks.positions._openings", Counter())  # as in a process of its own
+        both.append(Positions(tmp_path, rank, range(2)))
+    yield both
+    for each in both:
+        each.close()
