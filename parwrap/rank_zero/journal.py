@@ -1,8 +1,8 @@
 """What the first rank of a node tells the others about files: a journal in the folder that the ranks of the node share.
 
 The first rank writes a line only if another rank could otherwise see something different: where a checkpoint was saved, which folders are
-made, what is about to be replaced or removed, and when the first rank ran something alone. The other ranks read the new lines when they
-look at a recent path.
+made, what is about to be replaced, moved or removed, and when the first rank ran something alone. The other ranks read the new lines when
+they look at a recent path.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import struct
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from parwrap.places import is_ours, is_standard
+from parwrap.rank_zero.path_rules import ancestors
 from parwrap.ranks.platform import OPEN_OWN, read_at, shared_memory
 
-__all__ = ["Journal", "JournalReader", "Progress", "Sites", "clock"]
+__all__ = ["NOT_KEPT", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "clock", "moved_path"]
+
+NOT_KEPT = "not-kept"
+"""The name of a folder that does not exist. The journal names a path in it for a file whose old content is lost."""
 
 
 def clock() -> float:
@@ -67,12 +72,20 @@ class Journal:
         self._add("makes", folder)
 
     def replaces(self, path: str, before: str) -> None:
-        """Record that ``path``, from before the run, is about to change. It can still be read at ``before``, empty for a folder."""
+        """Record that ``path``, which other ranks see, is about to change. They can still read it at ``before``, empty for a folder."""
         self._add("replaces", path, before)
+
+    def moves(self, folder: str, to: str) -> None:
+        """Record that ``folder`` is about to be moved to the path ``to``."""
+        self._add("moves", folder, to)
 
     def ran_alone(self, since: float) -> None:
         """Record that something which only this rank runs began at the time ``since`` and ended now."""
         self._add("ran alone", since)
+
+    def crossed(self) -> None:
+        """Record that all ranks have passed a barrier."""
+        self._add("crossed")
 
     def close(self) -> None:
         """Record that this rank writes no more, and close the journal."""
@@ -83,27 +96,67 @@ class Journal:
         os.write(self._file, json.dumps([clock(), *line]).encode() + b"\n")
 
 
+@dataclass
+class Ahead:
+    """What the first rank has changed since a barrier.
+
+    Attributes:
+        made: the folders that it has begun to make.
+        before: for each path that existed and has changed, where to read its old content; empty for a folder. All paths are those before
+            folders moved.
+        moved: for each folder that existed and was moved, where it is now.
+    """
+
+    made: set[str] = field(default_factory=set)
+    before: dict[str, str] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
+
+    def replaces(self, path: str, before: str) -> None:
+        """The first rank is about to change ``path``."""
+        self.before.setdefault(self._before_moves(path), before)
+
+    def moves(self, folder: str, to: str) -> None:
+        """The first rank is about to move ``folder``."""
+        if folder not in self.made or folder in self.moved.values():
+            self.moved.setdefault(self._before_moves(folder), folder)
+        self.moved = {path: moved_path(place, folder, to) for path, place in self.moved.items()}
+        self.made |= {moved_path(path, folder, to) for path in self.made}
+
+    def place(self, path: str) -> str | None:
+        """Where ``path`` is if it was in a folder that was moved."""
+        folder = next((each for each in (path, *ancestors(path)) if each in self.moved), None) if self.moved else None
+        return None if folder is None else moved_path(path, folder, self.moved[folder])
+
+    def _before_moves(self, path: str) -> str:
+        for before, place in self.moved.items():
+            if path == place or path.startswith(f"{place}/"):
+                return moved_path(path, place, before)
+        return path
+
+
 class JournalReader:
     """Reads the journal.
 
     Attributes:
         saves: where to read each save.
-        made: the folders that the first rank has begun to make since the last barrier.
-        before: for each path that existed before the run and has changed since the last barrier, where to read its old content; empty for a
-            folder.
         alone: the beginning and end of what the first rank ran alone.
         ended: whether the first rank writes no more.
     """
 
     def __init__(self, folder: Path) -> None:
         self.saves: dict[str, str] = {}
-        self.made: set[str] = set()
-        self.before: dict[str, str] = {}
         self.alone: list[tuple[float, float]] = []
         self.ended = False
+        self._since_barrier: defaultdict[int, Ahead] = defaultdict(Ahead)
+        self._its_barriers = self._own_barriers = 0
         self._file = os.open(folder / "journal", os.O_RDONLY | os.O_CREAT | OPEN_OWN, 0o600)
         self._read = 0
         self._lock = threading.Lock()
+
+    @property
+    def ahead(self) -> Ahead:
+        """What the first rank has changed since the last barrier of this rank, as far as this rank has read."""
+        return self._since_barrier[self._own_barriers]
 
     def update(self) -> JournalReader:
         """Read the lines that are new."""
@@ -119,24 +172,37 @@ class JournalReader:
 
     def crossed(self) -> None:
         """Forget what the first rank did before the barrier that all ranks have passed, because it is no longer ahead."""
-        self.update()
-        self.made.clear()
-        self.before.clear()
+        self._since_barrier.pop(self._own_barriers, None)
+        self._own_barriers += 1
 
     def close(self) -> None:
         os.close(self._file)
 
     def _take(self, when: float, kind: str, *what: Any) -> None:
+        ahead = self._since_barrier[self._its_barriers]
         if kind == "saved":
             self.saves[what[0]] = what[1]
         elif kind == "makes":
-            self.made.add(what[0])
+            ahead.made.add(what[0])
         elif kind == "replaces":
-            self.before.setdefault(what[0], what[1])
+            ahead.replaces(*what)
+        elif kind == "moves":
+            ahead.moves(*what)
         elif kind == "ran alone":
             self.alone.append((what[0], when))
+        elif kind == "crossed":
+            self._its_barriers += 1
         else:
             self.ended = True
+
+
+def moved_path(path: str, folder: str, to: str) -> str:
+    """Where ``path`` is after ``folder`` was moved to the path ``to``.
+
+    >>> moved_path("/a/b/c", "/a/b", "/d"), moved_path("/a/bc", "/a/b", "/d")
+    ('/d/c', '/a/bc')
+    """
+    return to + path[len(folder) :] if path == folder or path.startswith(f"{folder}/") else path
 
 
 class Progress:

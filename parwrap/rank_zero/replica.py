@@ -80,8 +80,7 @@ class ReplicaFiles:
                     if os.fstat(stream.fileno()).st_ctime <= self._overlay.since:
                         return stream
                     stream.close()
-            place = self._content(call.file)
-            return _named(call._replace(file=place).run(), call.file, place)
+            return self._on(lambda: self._content(call.file), lambda place: _named(call._replace(file=place).run(), call.file, place))
         key = self._written(call.file)
         if key is None:
             return call.run()
@@ -96,7 +95,9 @@ class ReplicaFiles:
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open``: like ``open``."""
         if not flags & WRITING:
-            return original(path, flags, mode, dir_fd=dir_fd) if dir_fd else original(self._content(path), flags, mode)
+            return self._on(
+                lambda: self._content(path, dir_fd), lambda place: original(place, flags, mode, dir_fd=dir_fd if place is path else None)
+            )
         key = self._written(path, dir_fd)
         if key is None:
             return original(path, flags, mode, dir_fd=dir_fd)
@@ -116,27 +117,24 @@ class ReplicaFiles:
                 if type(result) is os.stat_result and result.st_ctime <= self._overlay.since:
                     return result
         follow, folder = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True), kwargs.get("dir_fd")
+
+        def run(place: Any) -> Any:
+            if name in ("stat", "lstat"):
+                with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
+                    if (saved := self._overlay.content(place)) is not place:
+                        return os.stat(saved)  # a descriptor of rank 0 looks like a link
+            dropped = () if place is path else ("dir_fd",)
+            result = original(place, *args, **{key: value for key, value in kwargs.items() if key not in dropped})
+            if name == "chdir":
+                self._in_scratch = self._overlay.owns(place)
+            return result
+
         try:
-            place = self._read(path, follow, folder)
+            return self._on(lambda: self._read(path, follow, folder), run)
         except FileNotFoundError:
             if name == "access":
                 return False
             raise
-        if place is not path:
-            kwargs = {key: value for key, value in kwargs.items() if key != "dir_fd"}
-        if name in ("stat", "lstat"):
-            with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
-                if (saved := self._overlay.content(place)) is not place:
-                    return os.stat(saved)  # a descriptor of rank 0 looks like a link
-        try:
-            result = original(place, *args, **kwargs)
-        except FileNotFoundError:
-            if (again := self._read(path, follow, folder)) == place:
-                raise
-            result = original(again, *args, **kwargs)  # rank 0 has moved it since
-        if name == "chdir":
-            self._in_scratch = self._overlay.owns(place)
-        return result
 
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: sorted, so that all ranks have the same order."""
@@ -235,17 +233,18 @@ class ReplicaFiles:
 
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
         """Run native code that reads a file."""
-        try:
-            place = self._content(path)
-        except FileNotFoundError:  # the native code reports the error
-            place = path
-            if os.path.lexists(path):  # hidden
-                with passing():
-                    place = os.path.join(self._overlay.fresh("none"), os.path.basename(os.fsdecode(path)))
-        if place is path:
-            return read(path)
-        with passing():  # rank 0's file may be one that is hidden
-            return read(place)
+
+        def find() -> Any:
+            try:
+                return self._content(path)
+            except FileNotFoundError:  # the native code reports the error, also of a path that is hidden
+                return os.path.join(self._overlay.scratch, "0", os.path.basename(os.fsdecode(path))) if os.path.lexists(path) else path
+
+        def run(place: Any) -> Any:
+            with nullcontext() if place is path else passing():  # rank 0's file may be one that is hidden
+                return read(place)
+
+        return self._on(find, run)
 
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
         """Run native code that writes a file, to a scratch file. A file that is too large to copy is opened in place."""
@@ -284,13 +283,24 @@ class ReplicaFiles:
             if self._rules.exempt(key):
                 return key
             place = self._overlay.existing(key, path)
+            self._overlay.check_kept(place)
             return path if place == named and not self._in_scratch else place  # a relative path starts at the real working directory
 
-    def _content(self, path: Any) -> Any:
+    def _content(self, path: Any, dir_fd: int | None = None) -> Any:
         """Where the content of ``path`` is for this rank: as :meth:`_read`, but where that is a marker, the file that rank 0 has saved."""
-        place = self._read(path)
+        place = self._read(path, dir_fd=dir_fd)
         with passing():
             return self._overlay.content(place)
+
+    def _on(self, find: Callable[[], Any], run: Callable[[Any], Any]) -> Any:
+        """``run(find())``, and both again if rank 0 has moved or removed the path between them."""
+        place = find()
+        try:
+            return run(place)
+        except FileNotFoundError:
+            if (again := find()) == place:
+                raise
+            return run(again)
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The key of a path that is about to change, or ``None`` if the call runs unchanged, on the disk.
@@ -336,11 +346,11 @@ class ReplicaFiles:
         elif overlay.owns(place) and not (keep and overlay.marked(place)):
             return place
         fresh = overlay.fresh(key)
-        while keep and place:
-            shutil.copy(overlay.content(place), fresh)
-            before, place = place, overlay.find(key)
-            if place == before:  # else rank 0 has begun to change the file, maybe before it was copied: its old content is elsewhere now
-                break
+        before = None
+        while keep and place and place != before:  # rank 0 may change the file while it is copied: its old content is elsewhere then
+            before = place
+            self._on(lambda: overlay.content(overlay.existing(key, path)), lambda content: shutil.copy(content, fresh))
+            place = overlay.find(key)
         overlay.set(key, Entry(FILE, fresh))
         return fresh
 
@@ -427,10 +437,11 @@ class ReplicaFiles:
         place = self._begin(made, path, keep=False)
         save = self._sites.next()
         if self._overlay.marked(with_marks) is None:
-            try:
-                shutil.copyfile(with_marks, place)
-            except FileNotFoundError:  # rank 0 has moved it since
-                shutil.copyfile(self._overlay.existing(key, source), place)
+            exempt = with_marks is source
+            self._on(
+                lambda: source if exempt else self._overlay.content(self._overlay.existing(key, source)),
+                lambda content: shutil.copyfile(content, place),
+            )
             if self._stands_in is not None and self._stands_in.is_checkpoint(with_marks):
                 self._stands_in.save(save, place)
         else:

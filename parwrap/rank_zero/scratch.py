@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from parwrap.errors import RankMismatchError
 from parwrap.places import script_place
-from parwrap.rank_zero.journal import JournalReader, clock
+from parwrap.rank_zero.journal import NOT_KEPT, Ahead, JournalReader, clock
 from parwrap.rank_zero.listing import PART
 from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors
 
@@ -98,8 +98,8 @@ class Overlay:
             return self._present(entry.place, key) if entry.place else None
         disk = self.on_disk(key)
         found = self._visible(disk) if disk else None
-        if found is None and disk and disk != key and os.path.lexists(key):
-            found = key  # rank 0 has moved its folder too
+        if found is None and disk and disk != key:
+            found = self._visible(key)  # rank 0, on another node, has moved its folder too
         return found or (entry.place if entry else None)
 
     def existing(self, key: str, path: Any) -> str:
@@ -141,10 +141,11 @@ class Overlay:
         """The names in the folder."""
         found = set()
         if disk := self.on_disk(key):
-            for place in (disk, key) if disk != key else (disk,):
+            shown = self._visible(disk) or disk
+            for place in {shown, key} if disk != key else {shown}:
                 if os.path.isdir(place):
                     found |= set(self._visible_names(place))
-            found |= {os.path.basename(path) for path in self._removed_ahead() if os.path.dirname(path) == disk}
+            found |= {os.path.basename(path) for path in self._ahead().before if os.path.dirname(path) == disk}
         for name in self._inside.get(key, ()):
             entry = self._entries[os.path.join(key, name)]
             (found.discard if entry.kind == GONE else found.add)(name)
@@ -216,8 +217,18 @@ class Overlay:
             first = file.readline()
         return first[len(MARK) :].decode().rstrip("\n") if first.startswith(MARK) else None
 
+    def check_kept(self, place: Any) -> None:
+        """Raise if the content that this rank should read at ``place`` is lost."""
+        folder, name = os.path.split(place)
+        if os.path.basename(folder) == NOT_KEPT:
+            raise RankMismatchError(
+                f"{script_place()} reads {name}, which rank 0 has already replaced or removed, with many others. Only so many stay "
+                "readable for slower ranks: call parwrap.barrier() before the line that removes them."
+            )
+
     def content(self, place: Any) -> Any:
         """Where to read the content of ``place``. For a marker, wait until rank 0 has saved the file, and return where that is."""
+        self.check_kept(place)
         save = self.marked(place)
         if save is None:
             return place
@@ -309,27 +320,31 @@ class Overlay:
         if _during(when, self._journal.update().alone):
             return False
         if stat.S_ISDIR(found.st_mode):
-            return path in self._journal.made
+            return path in self._journal.ahead.made
         return True
 
     def _visible(self, disk: str) -> str | None:
         """The path to read for ``disk``, a path on the disk.
 
         That is ``disk`` itself unless it is hidden. If rank 0 has changed it since the last barrier, it is the old content, and for a
-        folder an empty one. ``None`` if this rank sees nothing there.
+        folder that is gone an empty one. ``None`` if this rank sees nothing there.
         """
+        if self._is_visible(disk):
+            return disk
+        ahead = self._ahead()
+        moved = ahead.place(disk)
+        if moved and (os.path.isdir(moved) if disk in ahead.moved else self._is_visible(moved)):
+            return moved
+        return ahead.before[disk] or self.fresh(disk, folder=True) if disk in ahead.before else None
+
+    def _is_visible(self, disk: str) -> bool:
         try:
-            found = os.lstat(disk)
-            if not self.hidden(disk, found):
-                return disk
+            return not self.hidden(disk, os.lstat(disk))
         except (FileNotFoundError, NotADirectoryError):
             if self._left_alone:
                 self._wait_for_what_runs_alone()
-                if os.path.lexists(disk):
-                    return disk
-        if disk not in (ahead := self._removed_ahead()):
-            return None
-        return ahead[disk] or self.fresh(disk, folder=True)
+                return os.path.lexists(disk)
+            return False
 
     def _visible_names(self, folder: str) -> Iterator[str]:
         recent = os.stat(folder).st_ctime > self.since  # the time of a folder changes with its entries
@@ -347,11 +362,11 @@ class Overlay:
         """``place`` if it still exists. If rank 0 has moved or removed it, the place of its old content, or else ``key``."""
         if self.owns(place) or os.path.lexists(place):
             return place
-        return self._removed_ahead().get(place) or key
+        return self._ahead().before.get(place) or key
 
-    def _removed_ahead(self) -> dict[str, str]:
-        """The paths that rank 0 has changed since the last barrier, each with the place of its old content."""
-        return self._journal.update().before if self.rules.in_process() else {}
+    def _ahead(self) -> Ahead:
+        """What rank 0 has changed since the last barrier. A forked process sees the disk."""
+        return self._journal.update().ahead if self.rules.in_process() else Ahead()
 
     def _wait_for_what_runs_alone(self) -> None:
         """Wait until rank 0 has run the code that runs on rank 0 alone and this rank has skipped: all ranks see the files made there."""

@@ -19,14 +19,14 @@ from typing import Any
 from parwrap.places import Place
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.commands import warn_of_command
-from parwrap.rank_zero.journal import Journal, Progress, Sites, clock
+from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, clock, moved_path
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, passing
 
 __all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
 
 MOST_KEPT = 64
-"""The number of files to keep readable by descriptors. Older ones that still exist are read by their path."""
+"""The number of files to keep readable by descriptors. Checkpoints above that number are read by their path."""
 
 MOST_COPIED = 2**26
 """The maximum size, in bytes, of a file from before the run that is copied before rank 0 changes it in place."""
@@ -68,14 +68,14 @@ class KeptReadable:
     def save(self, save: str, path: str) -> None:
         """Keep the checkpoint at ``path``, saved as ``save``."""
         self._release()
-        self._journal.saved(save, self._keep(save, path))
+        self._journal.saved(save, self._keep(save, path) or path)
         found = os.stat(path)
         self._checkpoints.add((found.st_dev, found.st_ino))
 
     def before(self, path: str) -> str:
         """Keep the file at ``path``, which is about to be replaced or removed. Returns where to read it."""
         self._release()
-        return self._keep(None, path)
+        return self._keep(None, path) or os.path.join(self._folder, NOT_KEPT, os.path.basename(path))
 
     def close(self) -> None:
         """Tell the other ranks the paths of checkpoints that still exist. No descriptor is closed yet: a rank may be about to open it."""
@@ -84,13 +84,17 @@ class KeptReadable:
         _left_open.extend(self._kept)
         self._journal.close()
 
-    def _keep(self, save: str | None, path: str) -> str:
+    def _keep(self, save: str | None, path: str) -> str | None:
+        """Where the file at ``path`` stays readable; ``None`` if too many are kept already."""
         if not os.path.isdir("/proc/self/fd"):
             return self._second_name(path)
+        if len(self._kept) >= MOST_KEPT:
+            has_path = (each for each, saved in self._kept.items() if saved is not None and os.fstat(each).st_nlink)
+            if (descriptor := next(has_path, None)) is None:
+                return None
+            self._drop(descriptor)
         descriptor = os.open(path, os.O_RDONLY)
         self._kept[descriptor] = save
-        if len(self._kept) > MOST_KEPT:
-            self._drop(next(iter(self._kept)))
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _second_name(self, path: str) -> str:
@@ -155,7 +159,7 @@ class WriterFiles:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
         self._said: set[Place] = set()
-        self._old: set[str] = set()
+        self._changed: set[str] = set()
 
     def close(self) -> None:
         """Let all calls run unchanged from now on."""
@@ -165,7 +169,8 @@ class WriterFiles:
             self._progress.close()
 
     def crossed(self) -> None:
-        """Do nothing after a barrier, because rank 0 always sees the disk."""
+        """Tell the other ranks that what follows is ahead of them. Rank 0 itself always sees the disk."""
+        self._journal.crossed()
 
     @contextmanager
     def running_alone(self) -> Iterator[None]:
@@ -216,8 +221,14 @@ class WriterFiles:
         if gone is None and made is None:
             return change.run()
         with passing():
-            if made and (change.name == "mkdir" or (gone and os.path.isdir(gone))) and not os.path.lexists(made):
+            folder_gone = gone if gone and os.path.isdir(gone) and not os.path.islink(gone) else None
+            if made and (change.name == "mkdir" or folder_gone) and not os.path.lexists(made):
                 self._journal.makes(made)
+            if made and folder_gone:
+                self._journal.moves(folder_gone, made)
+                self._changed |= {moved_path(each, folder_gone, made) for each in self._changed}
+            elif folder_gone:
+                self._keep_old_below(folder_gone)
             try:
                 result = change.run()
                 if made and change.name == "copyfile":
@@ -272,7 +283,7 @@ class WriterFiles:
             return write(path)
 
     def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:
-        """Prepare for a change of ``path``: at its first change, keep what was there before the run, for slower ranks.
+        """Prepare for a change of ``path``: at its first change, keep what is there, for slower ranks.
 
         Args:
             path: the path, as the script gives it.
@@ -286,16 +297,26 @@ class WriterFiles:
         key = self._rules.writes(path, dir_fd)
         if key is None:
             return None
-        with passing(), suppress(OSError):
-            found = os.lstat(key)
-            if found.st_ctime <= self._rules.since and key not in self._old:
-                self._old.add(key)
-                self._keep_old(key, found, in_place)
+        with passing():
+            self._keep_old(key, in_place)
         if counts:
             self._progress.count()
         return key
 
-    def _keep_old(self, key: str, found: os.stat_result, in_place: bool) -> None:
+    def _keep_old_below(self, folder: str) -> None:
+        """Keep what is in ``folder``, which is about to be removed."""
+        for above, folders, files in os.walk(folder):
+            for name in (*folders, *files):
+                self._keep_old(os.path.join(above, name))
+
+    def _keep_old(self, key: str, in_place: bool = False) -> None:
+        """Keep what is at ``key``, unless this rank has changed it already: the other ranks then have their own."""
+        if key not in self._changed:
+            self._changed.add(key)
+            with suppress(OSError):
+                self._keep(key, os.lstat(key), in_place)
+
+    def _keep(self, key: str, found: os.stat_result, in_place: bool) -> None:
         if stat.S_ISDIR(found.st_mode):
             self._journal.replaces(key, "")
         elif stat.S_ISREG(found.st_mode) and not in_place:

@@ -224,6 +224,60 @@ def removed_of_an_earlier_run(rank):
     return seen, os.path.exists("old/a.txt"), os.listdir("old"), open("old/b.txt").read()
 
 
+def folder_read_and_then_removed_of_an_earlier_run(rank):
+    seen = [sorted(os.listdir("old")), open("old/a.txt").read(), sorted(each.name for each in os.scandir("old") if each.is_file())]
+    shutil.rmtree("old")
+    return seen, os.path.exists("old"), os.path.exists("old/a.txt"), sorted(os.listdir())
+
+
+def folder_emptied_by_hand_of_an_earlier_run(rank):
+    seen = []
+    for name in sorted(os.listdir("old")):
+        seen += [name, open(f"old/{name}").read(), os.path.getsize(f"old/{name}")]
+        os.remove(f"old/{name}")
+    seen.append(os.listdir("old"))
+    os.rmdir("old")
+    return seen, os.path.exists("old"), sorted(os.listdir())
+
+
+def folder_read_and_made_anew_of_an_earlier_run(rank):
+    seen = [sorted(os.listdir("old")), open("old/a.txt").read(), os.path.getsize("old/b.txt")]
+    shutil.rmtree("old")
+    os.makedirs("old/deep")
+    Path("old/a.txt").write_text("new")
+    return seen, sorted(os.listdir("old")), open("old/a.txt").read()
+
+
+def folder_read_and_moved_of_an_earlier_run(rank):
+    seen = [os.path.isdir("old"), sorted(os.listdir("old")), open("old/a.txt").read(), os.path.exists("backup")]
+    os.rename("old", "backup")
+    seen += [os.path.exists("old"), sorted(os.listdir("backup")), open("backup/a.txt").read()]
+    os.mkdir("old")
+    Path("old/c.txt").write_text("c")
+    return seen, os.listdir("old"), sorted(os.listdir("backup")), open("backup/b.txt").read()
+
+
+def folder_moved_twice_and_back_of_an_earlier_run(rank):
+    seen = [sorted(os.listdir("old")), open("old/b.txt").read()]
+    os.rename("old", "first")
+    seen += [sorted(os.listdir("first")), open("first/b.txt").read()]
+    os.rename("first", "second")
+    os.remove("second/a.txt")
+    seen += [os.listdir("second"), open("second/b.txt").read(), os.path.exists("first")]
+    os.rename("second", "old")
+    return seen, os.listdir("old"), open("old/b.txt").read(), os.path.exists("second"), sorted(os.listdir())
+
+
+def folder_changed_after_it_was_moved_of_an_earlier_run(rank):
+    seen = [open("old/a.txt").read(), sorted(os.listdir("old"))]
+    shutil.move("old", "backup")
+    Path("backup/a.txt").write_text("new")
+    Path("backup/c.txt").write_text("c")
+    seen += [open("backup/a.txt").read(), sorted(os.listdir("backup"))]
+    shutil.rmtree("backup")
+    return seen, os.path.exists("backup"), os.path.exists("old")
+
+
 def resumed_from_an_earlier_run(rank):
     start = torch.load("old.pt") if os.path.isfile("old.pt") else 0
     for epoch in range(start + 1, start + 4):

@@ -310,3 +310,45 @@ def test_what_has_a_name_of_tempfile_is_each_ranks_own_whoever_makes_it(tmp_path
 
     assert 0o600 == os.stat(name).st_mode & 0o777
     assert 2 == len(set(gather(name)))
+
+
+@pytest.mark.ranks(2)
+def test_a_slower_rank_still_reads_what_rank_zero_made_alone_and_all_remove(tmp_path):
+    with files():
+        if rank() == 0:
+            with alone():
+                (tmp_path / "cache").mkdir()
+                (tmp_path / "cache" / "a.txt").write_text("built")
+        barrier()
+        if rank() == 1:
+            time.sleep(0.1)
+        seen = os.listdir(tmp_path / "cache"), (tmp_path / "cache" / "a.txt").read_text()
+        shutil.rmtree(tmp_path / "cache")
+
+    assert (["a.txt"], "built") == seen
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_removed_among_too_many_others_is_an_error_for_a_slower_rank_that_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("parwrap.rank_zero.writer.MOST_KEPT", 1)
+    if rank() == 0:
+        for name in ("a.txt", "b.txt"):
+            (tmp_path / name).write_text(name)
+    barrier()
+    with files():
+        if rank() == 1:
+            time.sleep(0.1)
+            assert "a.txt" == (tmp_path / "a.txt").read_text()
+            with pytest.raises(RankMismatchError) as caught:
+                (tmp_path / "b.txt").read_text()
+            assert ["a.txt", "b.txt"] == os.listdir(tmp_path)
+        for name in ("a.txt", "b.txt"):
+            os.remove(tmp_path / name)
+
+    assert [] == os.listdir(tmp_path)
+    if rank() == 1:
+        assert str(caught.value).endswith(
+            " reads b.txt, which rank 0 has already replaced or removed, with many others. Only so many stay readable for slower ranks: "
+            "call parwrap.barrier() before the line that removes them."
+        )
