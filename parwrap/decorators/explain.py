@@ -53,7 +53,9 @@ class explain(ScopeDecorator):
     layer = 100
     """The scope opens inside all other scopes, so that it sees what they do."""
 
-    def __init__(self, *, report: str | None = None) -> None:
+    def __init__(self, *, report: str | os.PathLike[str] | None = None) -> None:
+        if report is not None and not isinstance(report, (str, os.PathLike)):
+            raise UsageError(f"report={report!r} is not the path of a file.")
         if report is not None and not os.path.isdir(os.path.dirname(report) or "."):
             raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
         self._report = report

@@ -51,14 +51,15 @@ class ScopeDecorator:
 
     _entered: list[AbstractContextManager]
 
-    def __new__(cls, function: Any = None, /, *others: Any, **options: Any) -> Any:
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
         for name in options:
             if name not in cls.option_names():
                 raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
         decorator = super().__new__(cls)
         decorator._entered = []
+        function = arguments[0] if arguments else None
         is_function = callable(function) or isinstance(function, classmethod)
-        if function is None or (not is_function and cls._first_is_option()):
+        if not arguments or (not is_function and cls._first_is_option()):
             return decorator
         decorator.__init__(**options)  # type: ignore[misc]
         return decorator(function)

@@ -67,7 +67,8 @@ def _check(process_group: Any, group_size: Any) -> None:
         )
     if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
         raise UsageError(f"group_size={group_size!r} is not a positive integer.")
-    if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+    no_member = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on a rank outside of the group
+    if process_group is not None and process_group is not no_member and not isinstance(process_group, dist.ProcessGroup):
         raise UsageError(
             f"process_group={process_group!r} is not a process group: pass the result of torch.distributed.new_group, or use group_size."
         )

@@ -328,7 +328,7 @@ def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
         return f"{name} is an option of --launcher {' and '.join(launchers)}: add the launcher, or remove {name}."
     known = [option for option in parser._option_string_actions if "_" not in option]
     begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs does not match --nnodes
-    close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if name in OF_OTHERS:
         close = ["--nproc-per-node"]
     hint = (

@@ -141,6 +141,11 @@ def test_a_report_in_a_missing_folder_is_refused():
         parwrap.explain(report="nowhere/x.json")
 
 
+def test_a_report_that_is_no_path_is_refused():
+    with pytest.raises(parwrap.UsageError, match=r"report=3 is not the path of a file\."):
+        parwrap.explain(report=3)
+
+
 SCRIPT = """import torch
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

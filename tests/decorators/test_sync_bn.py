@@ -42,6 +42,10 @@ def functional_mean():
         ({"group_size": "2"}, "group_size='2' is not a positive integer."),
         ({"group_size": True}, "group_size=True is not a positive integer."),
         ({"process_group": [0, 1]}, "process_group=[0, 1] is not a process group: pass the result of torch.distributed.new_group, or use "),
+        (
+            {"process_group": 3},
+            "process_group=3 is not a process group: pass the result of torch.distributed.new_group",
+        ),
         ({"process_group": [0], "group_size": 2}, "parwrap.sync_bn takes either process_group or group_size, because both say which "),
     ],
 )

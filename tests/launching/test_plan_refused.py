@@ -53,6 +53,10 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (["--node-rank", "1", "train.py"], "--node-rank 1 does not fit --nnodes 1: node ranks start at 0, and the last is 0."),
         (["--node-rank", "-1", "train.py"], "--node-rank -1 does not fit --nnodes 1: node ranks start at 0, and the last is 0."),
+        (
+            ["--bogus", "train.py"],
+            "there is no option --bogus; `parwrap run --help-all` lists the options; the script's own options come after its name.",
+        ),
         (["--nprocs", "2", "train.py"], "there is no option --nprocs; did you mean --nproc-per-node?"),
         (["-np", "2", "train.py"], "there is no option -np; did you mean --nproc-per-node?"),
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
