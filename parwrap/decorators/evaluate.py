@@ -304,7 +304,10 @@ def _whole(call: _JointCall, reads: Callable[[DataLoader], None] = lambda loader
 def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception | None]:
     """The result of ``call``, or what it raised; errors of parwrap are raised at once."""
     try:
-        return call.run(evaluation), None
+        result = call.run(evaluation)
+        if inspect.isgenerator(result):
+            raise UsageError(f"{call.name} returns a generator, which would read its loader after the evaluation: return a list instead.")
+        return result, None
     except ParwrapError:
         raise
     except Exception as error:

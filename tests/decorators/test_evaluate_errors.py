@@ -60,6 +60,13 @@ def test_what_cannot_be_exact_says_so():
             UsageError,
             "the function reads a stream, and the ranks have 3, 3 rows",
         ),
+        (
+            "gather",
+            lambda loader: (x for x in loader),
+            DataLoader(ten),
+            UsageError,
+            r"returns a generator, which would read its loader after the evaluation: return a list instead\.",
+        ),
     ]
     with parwrap.distributed():
         for reduce, function, loader, error, message in cases:
