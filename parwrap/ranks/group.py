@@ -269,7 +269,7 @@ def say(text: str) -> None:
     if _world_now().rank == 0:
         bars = sys.modules.get("tqdm")  # a bar that is shown would be on the same line
         with bars.tqdm.external_write_mode(sys.stderr) if bars is not None else nullcontext():
-            print(f"parwrap: {text}", file=sys.stderr)
+            sys.stderr.write(f"parwrap: {text}\n")  # not print, which a script may replace
 
 
 def rank() -> int:
