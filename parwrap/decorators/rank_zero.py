@@ -105,16 +105,19 @@ class rank_zero_first(ScopeDecorator):
             return
         through = _next_key(group, f"rank_zero_first on node {group.world.node_rank}" if self._local else "rank_zero_first")
         first = (group.world.local_rank if self._local else group.world.rank) == 0
+        opened = files.current()
         with alone():
             if first:
                 try:
                     yield
                 finally:
+                    if opened and group.world.rank == 0:
+                        opened.crossed()
                     _store(group).set(through, "")
             else:
                 _wait(group, through, "the block of rank_zero_first", "the first rank of this node" if self._local else "rank 0")
                 yield
-        if not first and (opened := files.current()):
+        if opened and not first:
             opened.crossed()
 
 

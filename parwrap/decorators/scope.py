@@ -57,7 +57,7 @@ class ScopeDecorator:
                 raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
         decorator = super().__new__(cls)
         decorator._entered = []
-        function = arguments[0] if arguments else None
+        function: Any = arguments[0] if arguments else None
         is_function = callable(function) or isinstance(function, classmethod)
         if not arguments or (not is_function and cls._first_is_option()):
             return decorator

@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TypeAlias
 
 from parwrap.intercept.patch import installed
 from parwrap.rank_zero.calls import patches
-from parwrap.rank_zero.journal import Journal, JournalReader, Progress, clock
+from parwrap.rank_zero.journal import Journal, JournalReader, Progress, wait_for_tick
 from parwrap.rank_zero.native_calls import native_patches
 from parwrap.rank_zero.path_rules import PathRules, passing
 from parwrap.rank_zero.replica import ReplicaFiles
@@ -112,6 +111,5 @@ def _began(folder: Path) -> float:
         with suppress(FileExistsError):
             begin.touch(mode=0o600, exist_ok=False)
         began = begin.stat().st_ctime
-        while clock() <= began:  # a tick later, so that what changes now is newer
-            time.sleep(0.001)
+        wait_for_tick(began)
         return began

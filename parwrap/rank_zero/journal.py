@@ -19,20 +19,30 @@ from pathlib import Path
 from typing import Any
 
 from parwrap.places import is_ours, is_standard
-from parwrap.rank_zero.path_rules import ancestors
+from parwrap.rank_zero.path_rules import ancestors, is_inside
 from parwrap.ranks.platform import OPEN_OWN, read_at, shared_memory
 
-__all__ = ["NOT_KEPT", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "clock", "moved_path"]
+__all__ = ["NOT_KEPT", "ROUNDING", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "earliest_time", "moved_path", "wait_for_tick"]
+
+CLOCK_REALTIME_COARSE = 5
+"""The number of the clock in Linux; the module ``time`` does not name it."""
+
+ROUNDING = 1e-5
+"""Seconds by which the time of a file may differ from the clock, because of rounding."""
 
 NOT_KEPT = "not-kept"
 """The name of a folder that does not exist. The journal names a path in it for a file whose old content is lost."""
 
 
-def clock() -> float:
-    """The time by the clock that file systems use, which is a few milliseconds behind."""
-    if sys.platform == "win32":
-        return time.time()
-    return time.clock_gettime(getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME))
+def earliest_time() -> float:
+    """The earliest time that a file which changes now can have; ``time.time()`` is the latest. Linux uses a clock that ticks slowly."""
+    return time.clock_gettime(CLOCK_REALTIME_COARSE) if sys.platform == "linux" else time.time()
+
+
+def wait_for_tick(since: float) -> None:
+    """Wait a few milliseconds until a file that changes has a later time than ``since``."""
+    while earliest_time() <= since + 2 * ROUNDING:
+        time.sleep(0.0005)
 
 
 class Sites:
@@ -84,7 +94,7 @@ class Journal:
         self._add("ran alone", since)
 
     def crossed(self) -> None:
-        """Record that all ranks have passed a barrier."""
+        """Record that this rank has passed a barrier: the other ranks see what was there until now."""
         self._add("crossed")
 
     def close(self) -> None:
@@ -93,7 +103,7 @@ class Journal:
         os.close(self._file)
 
     def _add(self, *line: Any) -> None:
-        os.write(self._file, json.dumps([clock(), *line]).encode() + b"\n")
+        os.write(self._file, json.dumps([time.time(), *line]).encode() + b"\n")
 
 
 @dataclass
@@ -117,7 +127,7 @@ class Ahead:
 
     def moves(self, folder: str, to: str) -> None:
         """The first rank is about to move ``folder``."""
-        if folder not in self.made or folder in self.moved.values():
+        if folder not in self.made or folder in self.moved.values():  # it existed
             self.moved.setdefault(self._before_moves(folder), folder)
         self.moved = {path: moved_path(place, folder, to) for path, place in self.moved.items()}
         self.made |= {moved_path(path, folder, to) for path in self.made}
@@ -129,7 +139,7 @@ class Ahead:
 
     def _before_moves(self, path: str) -> str:
         for before, place in self.moved.items():
-            if path == place or path.startswith(f"{place}/"):
+            if path == place or is_inside(path, place):
                 return moved_path(path, place, before)
         return path
 
@@ -139,16 +149,18 @@ class JournalReader:
 
     Attributes:
         saves: where to read each save.
-        alone: the beginning and end of what the first rank ran alone.
+        barriers: when the first rank passed each barrier.
+        alone: the beginning and end of what the first rank ran alone, in the order of time.
         ended: whether the first rank writes no more.
     """
 
     def __init__(self, folder: Path) -> None:
         self.saves: dict[str, str] = {}
+        self.barriers: list[float] = []
         self.alone: list[tuple[float, float]] = []
         self.ended = False
         self._since_barrier: defaultdict[int, Ahead] = defaultdict(Ahead)
-        self._its_barriers = self._own_barriers = 0
+        self._own_barriers = 0
         self._file = os.open(folder / "journal", os.O_RDONLY | os.O_CREAT | OPEN_OWN, 0o600)
         self._read = 0
         self._lock = threading.Lock()
@@ -170,16 +182,17 @@ class JournalReader:
                     self._take(*json.loads(line))
         return self
 
-    def crossed(self) -> None:
-        """Forget what the first rank did before the barrier that all ranks have passed, because it is no longer ahead."""
+    def crossed(self) -> int:
+        """Forget what the first rank did before the barrier that this rank has passed. Returns the number of barriers so far."""
         self._since_barrier.pop(self._own_barriers, None)
         self._own_barriers += 1
+        return self._own_barriers
 
     def close(self) -> None:
         os.close(self._file)
 
     def _take(self, when: float, kind: str, *what: Any) -> None:
-        ahead = self._since_barrier[self._its_barriers]
+        ahead = self._since_barrier[len(self.barriers)]
         if kind == "saved":
             self.saves[what[0]] = what[1]
         elif kind == "makes":
@@ -191,7 +204,7 @@ class JournalReader:
         elif kind == "ran alone":
             self.alone.append((what[0], when))
         elif kind == "crossed":
-            self._its_barriers += 1
+            self.barriers.append(when)
         else:
             self.ended = True
 
@@ -202,7 +215,7 @@ def moved_path(path: str, folder: str, to: str) -> str:
     >>> moved_path("/a/b/c", "/a/b", "/d"), moved_path("/a/bc", "/a/b", "/d")
     ('/d/c', '/a/bc')
     """
-    return to + path[len(folder) :] if path == folder or path.startswith(f"{folder}/") else path
+    return to + path[len(folder) :] if path == folder or is_inside(path, folder) else path
 
 
 class Progress:

@@ -6,10 +6,15 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["PART", "Entries", "SeenEntry"]
+__all__ = ["PART", "Entries", "SeenEntry", "is_link"]
 
 PART = ".parwrap-part-"
 """The prefix of temporary folders in which a checkpoint is being saved. No rank lists these folders."""
+
+
+def is_link(place: str) -> bool:
+    """Whether ``place`` is a link of the script. A descriptor of rank 0 looks like one too."""
+    return not place.startswith("/proc/") and os.path.islink(place)
 
 
 class SeenEntry:
@@ -40,7 +45,7 @@ class SeenEntry:
         return (follow_symlinks or not self.is_symlink()) and os.path.isfile(self.path)
 
     def is_symlink(self) -> bool:
-        return os.path.islink(self._place)
+        return is_link(self._place)
 
     def is_junction(self) -> bool:
         return False

@@ -20,7 +20,7 @@ from typing import Any
 from parwrap.ranks.group import is_alone
 from parwrap.ranks.platform import path_of
 
-__all__ = ["PathRules", "ancestors", "every_rank_writing", "passing"]
+__all__ = ["PathRules", "ancestors", "every_rank_writing", "is_inside", "passing"]
 
 SYSTEM = ("/dev", "/proc", "/sys")
 
@@ -206,6 +206,11 @@ def ancestors(key: str) -> Iterator[str]:
     """
     while (key := os.path.dirname(key)) != os.path.dirname(key):
         yield key
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether ``path`` is in ``folder``, at any depth."""
+    return path.startswith(folder + os.sep)
 
 
 def _called_by_tempfile() -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.journal import Progress, Sites
-from parwrap.rank_zero.listing import Entries, SeenEntry
+from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
-from parwrap.rank_zero.scratch import FILE, FOLDER, LINK, MARK, Entry, Overlay, missing
+from parwrap.rank_zero.scratch import FILE, FOLDER, LINK, MARK, NAP, Entry, Overlay, missing
 from parwrap.rank_zero.writer import KeptReadable, saved_path
 
 __all__ = ["ReplicaFiles"]
@@ -23,7 +23,7 @@ __all__ = ["ReplicaFiles"]
 PATIENCE = 10
 """Seconds to wait until a slower rank 0 makes the folder for a file that every rank writes."""
 
-MOST_COPIED = 2**28
+MOST_COPIED_FOR_NATIVE = 2**28
 """The maximum size, in bytes, of a file, such as a database, that is copied to scratch before native code changes it."""
 
 MOST_LINKED = 2**26
@@ -123,6 +123,8 @@ class ReplicaFiles:
                 with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
                     if (saved := self._overlay.content(place)) is not place:
                         return os.stat(saved)  # a descriptor of rank 0 looks like a link
+            if place is not path and not follow and not is_link(place):
+                return os.stat(place) if name == "lstat" else os.readlink("/")  # fails as for any file
             dropped = () if place is path else ("dir_fd",)
             result = original(place, *args, **{key: value for key, value in kwargs.items() if key not in dropped})
             if name == "chdir":
@@ -255,7 +257,7 @@ class ReplicaFiles:
             self._progress.count()
             keep = not set(mode) & set("wx-")
             place = self._overlay.find(self._overlay.resolved(key))
-            if keep and place and not self._overlay.owns(place) and os.path.getsize(place) > MOST_COPIED:
+            if keep and place and not self._overlay.owns(place) and os.path.getsize(place) > MOST_COPIED_FOR_NATIVE:
                 return write(path)
             try:
                 place = self._begin(key, path, keep, new=bool(set(mode) & set("x-")), must_exist="r" in mode)
@@ -320,7 +322,7 @@ class ReplicaFiles:
             return
         until = time.monotonic() + PATIENCE
         while not os.path.isdir(folder) and self._progress.is_behind() and time.monotonic() < until:
-            time.sleep(0.002)
+            time.sleep(NAP)
         os.makedirs(folder, exist_ok=True)
 
     def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> str:
@@ -351,7 +353,7 @@ class ReplicaFiles:
             before = place
             self._on(lambda: overlay.content(overlay.existing(key, path)), lambda content: shutil.copy(content, fresh))
             place = overlay.find(key)
-        overlay.set(key, Entry(FILE, fresh))
+        overlay.record(key, Entry(FILE, fresh))
         return fresh
 
     def _check_folder(self, key: str, path: Any) -> None:
@@ -378,7 +380,7 @@ class ReplicaFiles:
     def _remove(self, change: Change, gone: str, made: None) -> None:
         key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
         place = self._overlay.existing(key, path)
-        if os.path.isdir(place) and not os.path.islink(place):
+        if os.path.isdir(place) and not is_link(place):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self._overlay.remove(key)
 
@@ -388,15 +390,15 @@ class ReplicaFiles:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         if self._overlay.names(key):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        self._overlay.remove(key)
+        self._overlay.remove_tree(key)
 
     def _rmtree(self, change: Change, gone: str, made: None) -> None:
         """``shutil.rmtree``. The original never runs here, because it works with descriptors and would remove files of rank 0."""
         key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
         (ignore, onerror, *_), options = (*change.options[0], False, None), change.options[1]
         place = self._overlay.find(key)
-        if place is not None and os.path.isdir(place) and not os.path.islink(place):
-            self._overlay.remove(key)
+        if place is not None and os.path.isdir(place) and not is_link(place):
+            self._overlay.remove_tree(key)
         elif not options.get("ignore_errors", ignore):
             error = missing(path) if place is None else NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             if on_exc := options.get("onexc"):
@@ -410,7 +412,7 @@ class ReplicaFiles:
         key = self._free(made, change.made[0])  # type: ignore[index]
         place = self._overlay.fresh(key)
         os.symlink(change.target, place)
-        self._overlay.set(key, Entry(LINK, place), os.fsdecode(change.target))
+        self._overlay.record(key, Entry(LINK, place), os.fsdecode(change.target))
 
     def _link(self, change: Change, gone: None, made: str) -> None:
         path, descriptor = change.source  # type: ignore[misc]
@@ -423,7 +425,7 @@ class ReplicaFiles:
             shutil.copy(place, fresh)
         else:
             fresh = place
-        self._overlay.set(key, Entry(FILE, fresh))
+        self._overlay.record(key, Entry(FILE, fresh))
 
     def _copyfile(self, change: Change, gone: None, made: str) -> Any:
         """``shutil.copyfile``: the copy of a marker is a marker."""
@@ -462,25 +464,35 @@ class ReplicaFiles:
             self._check_folder(key, path)
             fresh = self._overlay.fresh(key)
             shutil.move(source, fresh)
-            self._overlay.set(key, Entry(FOLDER if os.path.isdir(fresh) else FILE, fresh))
+            self._overlay.record(key, Entry(FOLDER if os.path.isdir(fresh) else FILE, fresh))
             return
         gone = self._overlay.at(gone)
         place = self._overlay.existing(gone, source)
         if made is None:
-            shutil.copy(self._overlay.content(place), path)
-            self._overlay.remove(gone)
+            self._copy_tree(gone, os.fspath(path))
+            self._overlay.remove_tree(gone)
             return
         made = self._overlay.at(made)
         self._check_folder(made, path)
         if made == gone:
             return
         there = self._overlay.find(made)
-        if there is not None and os.path.isdir(there) and not os.path.islink(there):
+        if there is not None and os.path.isdir(there) and not is_link(there):
             if not os.path.isdir(place):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), source, None, path)
             if self._overlay.names(made):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), source, None, path)
         self._overlay.move(gone, made)
+
+    def _copy_tree(self, key: str, to: Any) -> None:
+        """Copy the file or folder with ``key`` to a path that every rank writes."""
+        place = self._overlay.existing(key, key)
+        if not os.path.isdir(place):
+            shutil.copy(self._overlay.content(place), to)
+            return
+        os.makedirs(to, exist_ok=True)
+        for name in self._overlay.names(key):
+            self._copy_tree(os.path.join(key, name), os.path.join(os.fsdecode(to), name))
 
 
 def _named(stream: Any, name: Any, place: Any) -> Any:

@@ -11,16 +11,18 @@ import os
 import shutil
 import stat
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from parwrap.errors import RankMismatchError
 from parwrap.places import script_place
-from parwrap.rank_zero.journal import NOT_KEPT, Ahead, JournalReader, clock
-from parwrap.rank_zero.listing import PART
-from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors
+from parwrap.rank_zero.journal import NOT_KEPT, ROUNDING, Ahead, JournalReader, earliest_time
+from parwrap.rank_zero.listing import PART, is_link
+from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors, is_inside
 
 __all__ = ["FILE", "FOLDER", "GONE", "LINK", "MARK", "CheckWait", "Entry", "Overlay", "missing"]
 
@@ -30,9 +32,6 @@ MARK = b"parwrap: rank 0 saves this checkpoint at "
 """What a marker begins with; the name of the save follows."""
 
 LONGEST_MARK = 4096
-
-ROUNDING = 1e-5
-"""Seconds by which the time of a file may differ from the clock, because of rounding."""
 
 NAP = 0.002
 """Seconds between two looks at the journal."""
@@ -49,12 +48,14 @@ class Entry:
         place: where the content is; ``None`` if the path is gone. A folder has a folder in scratch.
         opaque: whether this folder hides a folder at the same path on the disk, for example because this folder was moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
+        left_alone: how often this rank had skipped what rank 0 runs alone before the change.
     """
 
     kind: str
     place: str | None = None
     opaque: bool = False
     origin: str | None = None
+    left_alone: int = 0
 
     @property
     def covers(self) -> bool:
@@ -90,10 +91,11 @@ class Overlay:
         self._running: dict[Any, float] = {}
         self._ran: list[tuple[float, float]] = []
         self._left_alone = 0
+        self._empty: dict[str, str] = {}
 
     def find(self, key: str) -> str | None:
         """Where the content of the path is for this rank; ``None`` if the path does not exist."""
-        entry = self._entries.get(key)
+        entry = self._entry_in_force(key)
         if entry is not None and entry.kind != FOLDER:
             return self._present(entry.place, key) if entry.place else None
         disk = self.on_disk(key)
@@ -111,7 +113,7 @@ class Overlay:
 
     def may_differ(self, path: Any) -> bool:
         """Whether this rank may have changed ``path``. This is quick, because every call asks."""
-        return self._covering > 0 or (path if type(path) is str else os.fsdecode(path)).rpartition("/")[2] in self._names
+        return self._covering > 0 or os.path.basename(path if type(path) is str else os.fsdecode(path)) in self._names
 
     def may_be_made_ahead(self, key: str) -> bool:
         """Whether rank 0, on another node, may have made the folder ahead of this rank. On rank 0's node, the journal names those."""
@@ -127,8 +129,8 @@ class Overlay:
         for _ in range(MOST_LINKS):
             key = self.rules.followed(key)
             place = self.find(key)
-            if place is None or place.startswith("/proc/") or not os.path.islink(place):
-                break  # a descriptor of rank 0 looks like a link
+            if place is None or not is_link(place):
+                break
             key = self.rules.key(os.path.join(os.path.dirname(key), os.readlink(place)))
         return key
 
@@ -146,19 +148,16 @@ class Overlay:
                 if os.path.isdir(place):
                     found |= set(self._visible_names(place))
             found |= {os.path.basename(path) for path in self._ahead().before if os.path.dirname(path) == disk}
-        for name in self._inside.get(key, ()):
-            entry = self._entries[os.path.join(key, name)]
-            (found.discard if entry.kind == GONE else found.add)(name)
+        for name in list(self._inside.get(key, ())):
+            if (entry := self._entry_in_force(os.path.join(key, name))) is not None:
+                (found.discard if entry.kind == GONE else found.add)(name)
         return sorted(found)
 
-    def set(self, key: str, entry: Entry, target: str | None = None) -> None:
-        """Record a change. Entries below the path are forgotten, unless the path is now a folder."""
-        before = self._entries.get(key)
-        if entry.kind != FOLDER:
-            for below in self._below(key):
-                self._forget(below)
-        if before is not None:
+    def record(self, key: str, entry: Entry, target: str | None = None) -> None:
+        """Record a change of the path."""
+        if key in self._entries:
             self._forget(key, keeps=entry.place)
+        entry.left_alone = self._left_alone
         self._entries[key] = entry
         folder, name = os.path.split(key)
         self._inside[folder].add(name)
@@ -170,19 +169,25 @@ class Overlay:
 
     def make_folder(self, key: str) -> None:
         """Record a new, empty folder."""
-        self.set(key, Entry(FOLDER, self.fresh(key, folder=True), opaque=self.on_disk(key) is None))
+        self.record(key, Entry(FOLDER, self.fresh(key, folder=True), opaque=self.on_disk(key) is None))
 
     def remove(self, key: str) -> None:
-        """Record that a path and all below it are gone."""
-        self.set(key, Entry(GONE))
+        """Record that a file, a link or an empty folder is gone."""
+        self.record(key, Entry(GONE))
+
+    def remove_tree(self, key: str) -> None:
+        """Record that a folder and all below it are gone."""
+        for below in self._below(key):
+            self._forget(below)
+        self.remove(key)
 
     def move(self, source: str, key: str) -> None:
         """Record that ``source`` and everything below it is now at ``key``."""
         place, entry, target = self.find(source), self._entries.get(source), self.rules.target(source)
-        if place is None or os.path.islink(place) or not os.path.isdir(place):
+        if place is None or is_link(place) or not os.path.isdir(place):
             moved = entry or Entry(FILE, place)
             self._drop_record(source)
-            self.set(key, moved, target)
+            self.record(key, moved, target)
         else:
             origin = self.on_disk(source)
             below = {path[len(source) :]: (self._entries[path], self.rules.target(path)) for path in self._below(source)}
@@ -190,9 +195,9 @@ class Overlay:
                 self._drop_record(path)
             self._drop_record(source)
             empty = entry.place if entry else self.fresh(key, folder=True)
-            self.set(key, Entry(FOLDER, empty, opaque=True, origin=origin))
+            self.record(key, Entry(FOLDER, empty, opaque=True, origin=origin))
             for path, (inner, inner_target) in below.items():
-                self.set(key + path, inner, inner_target)
+                self.record(key + path, inner, inner_target)
         self.remove(source)
 
     def fresh(self, key: str, folder: bool = False) -> str:
@@ -207,7 +212,7 @@ class Overlay:
 
     def owns(self, place: Any) -> bool:
         """Whether ``place`` is a scratch file of this rank, which it may change."""
-        return isinstance(place, str) and place.startswith(f"{self.scratch}/")
+        return isinstance(place, str) and is_inside(place, self.scratch)
 
     def marked(self, place: Any) -> str | None:
         """The name of the save that the marker at ``place`` stands for, or ``None`` if there is no marker."""
@@ -255,10 +260,9 @@ class Overlay:
         )
 
     def crossed(self) -> None:
-        """Show this rank the disk as it is now, because all ranks have passed a barrier."""
-        self.since = clock() + ROUNDING
+        """Show this rank the disk as it was when all ranks passed a barrier."""
+        self.since = self._time_of_barrier(self._journal.crossed()) + ROUNDING
         self._ran.clear()
-        self._journal.crossed()
         for key, entry in list(self._entries.items()):
             if entry.kind == GONE:
                 self._forget(key)
@@ -271,7 +275,7 @@ class Overlay:
         if self._with_rank_zero:
             self._left_alone += 1
         else:
-            self.since = clock() + ROUNDING
+            self.since = time.time() + ROUNDING
 
     def close(self) -> None:
         """Remove all scratch files."""
@@ -280,12 +284,12 @@ class Overlay:
 
     def child_began(self, process: Any) -> None:
         """A child process of this rank begins."""
-        self._running[process] = clock()
+        self._running[process] = earliest_time()
 
     def child_ended(self, process: Any) -> None:
         """Record that a child process has ended, unless its end is known already."""
         if (begin := self._running.pop(process, None)) is not None:
-            self._ran.append((begin, clock()))
+            self._ran.append((begin, time.time()))
 
     def working_directory(self, real: str) -> str:
         """The path that the script knows for the working directory ``real``, which may be in scratch."""
@@ -295,10 +299,19 @@ class Overlay:
                     return self._folders[place] + real[len(place) :]
         return real
 
+    def _time_of_barrier(self, number: int) -> float:
+        """When rank 0 passed the barrier: what it has changed since is hidden."""
+        since = time.monotonic()
+        while self._with_rank_zero and len(self._journal.update().barriers) < number and not self._journal.ended:
+            if time.monotonic() > since + self._timeout:
+                break
+            time.sleep(NAP / 10)  # it passes too, at the same moment
+        return self._journal.barriers[number - 1] if len(self._journal.barriers) >= number else time.time()
+
     def on_disk(self, key: str) -> str | None:
         """The path on the disk that this rank may see at ``key``; ``None`` if a change of this rank hides it."""
         for path in (key, *ancestors(key)) if self._covering else ():
-            entry = self._entries.get(path)
+            entry = self._entry_in_force(path)
             if entry is not None and (entry.covers or entry.kind != FOLDER):
                 return entry.origin + key[len(path) :] if entry.origin else None
         return key
@@ -312,12 +325,12 @@ class Overlay:
             return False
         if when <= self.since or not self.rules.in_process():
             return False
-        for process in [each for each in self._running if getattr(each, "exitcode", None) is not None]:  # of a pool, which joins none
+        for process in [each for each in list(self._running) if getattr(each, "exitcode", None) is not None]:  # of a pool, which joins none
             self.child_ended(process)
-        if _during(when, [*self._ran, *((begin, math.inf) for begin in self._running.values())]):
+        if any(_is_during(when, span) for span in [*self._ran, *((begin, math.inf) for begin in list(self._running.values()))]):
             return False
         self._wait_for_what_runs_alone()
-        if _during(when, self._journal.update().alone):
+        if self._is_made_alone(when):
             return False
         if stat.S_ISDIR(found.st_mode):
             return path in self._journal.ahead.made
@@ -335,7 +348,9 @@ class Overlay:
         moved = ahead.place(disk)
         if moved and (os.path.isdir(moved) if disk in ahead.moved else self._is_visible(moved)):
             return moved
-        return ahead.before[disk] or self.fresh(disk, folder=True) if disk in ahead.before else None
+        if disk not in ahead.before:
+            return None
+        return ahead.before[disk] or self._empty.get(disk) or self._empty.setdefault(disk, self.fresh(disk, folder=True))
 
     def _is_visible(self, disk: str) -> bool:
         try:
@@ -376,8 +391,29 @@ class Overlay:
             time.sleep(NAP)
         self._left_alone = min(self._left_alone, len(self._journal.alone))  # so that a later call does not wait again
 
+    def _entry_in_force(self, key: str) -> Entry | None:
+        """The entry of ``key``. It is forgotten if rank 0 has since changed the path in something that it runs alone."""
+        entry = self._entries.get(key)
+        if entry is None or entry.kind == FOLDER or entry.left_alone >= self._left_alone or not self.rules.in_process():
+            return entry
+        self._wait_for_what_runs_alone()
+        try:
+            when = os.lstat(key).st_ctime
+        except OSError:
+            return entry
+        if not self._is_made_alone(when, entry.left_alone):
+            return entry
+        self._forget(key)
+        return None
+
+    def _is_made_alone(self, when: float, first: int = 0) -> bool:
+        """Whether rank 0 ran something alone at the time ``when``, of what it ran alone from number ``first`` on."""
+        spans = self._journal.update().alone
+        latest = bisect_right(spans, when + ROUNDING, lo=min(first, len(spans)), key=itemgetter(0)) - 1
+        return latest >= first and _is_during(when, spans[latest])
+
     def _below(self, folder: str) -> list[str]:
-        return [key for key in self._entries if key.startswith(f"{folder}/")]
+        return [key for key in list(self._entries) if is_inside(key, folder)]
 
     def _forget(self, key: str, keeps: str | None = None) -> None:
         """Forget the entry of ``key`` and remove its scratch file, unless that is at ``keeps``."""
@@ -396,8 +432,8 @@ class Overlay:
         return entry
 
 
-def _during(when: float, spans: Iterable[Sequence[float]]) -> bool:
-    return any(begin - ROUNDING <= when <= end + ROUNDING for begin, end in spans)
+def _is_during(when: float, span: tuple[float, float]) -> bool:
+    return span[0] - ROUNDING <= when <= span[1] + ROUNDING
 
 
 def missing(path: Any) -> FileNotFoundError:

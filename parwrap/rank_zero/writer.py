@@ -8,10 +8,12 @@ second name of the file instead, in the job's folder.
 from __future__ import annotations
 
 import io
+import math
 import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,9 +21,9 @@ from typing import Any
 from parwrap.places import Place
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.commands import warn_of_command
-from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, clock, moved_path
+from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, earliest_time, moved_path, wait_for_tick
 from parwrap.rank_zero.listing import PART, Entries
-from parwrap.rank_zero.path_rules import PathRules, passing
+from parwrap.rank_zero.path_rules import PathRules, is_inside, passing
 
 __all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
 
@@ -29,7 +31,7 @@ MOST_KEPT = 64
 """The number of files to keep readable by descriptors. Checkpoints above that number are read by their path."""
 
 MOST_COPIED = 2**26
-"""The maximum size, in bytes, of a file from before the run that is copied before rank 0 changes it in place."""
+"""The maximum size, in bytes, of a file that is copied before rank 0 changes it in place. Slower ranks may see a larger one changed."""
 
 
 def saved_path(file: Any) -> Any:
@@ -53,24 +55,22 @@ class KeptReadable:
     def __init__(self, journal: Journal, progress: Progress, folder: str) -> None:
         self._journal, self._progress, self._folder = journal, progress, folder
         self._kept: dict[int, str | None] = {}
-        self._lost_at: dict[int | str, int] = {}
+        self._lost_at: dict[int | str, int] = {}  # how many changes rank 0 had made when the file was removed
         self._names: dict[str, None] = {}
         self._named = 0
-        self._checkpoints: set[tuple[int, int]] = set()
+        self._checkpoints: set[tuple[int, int, int]] = set()
 
     def is_checkpoint(self, path: Any) -> bool:
         """Whether the file at ``path`` is a checkpoint of this run."""
         with suppress(OSError):
-            found = os.stat(path)
-            return (found.st_dev, found.st_ino) in self._checkpoints
+            return _identity(path) in self._checkpoints
         return False
 
     def save(self, save: str, path: str) -> None:
         """Keep the checkpoint at ``path``, saved as ``save``."""
         self._release()
         self._journal.saved(save, self._keep(save, path) or path)
-        found = os.stat(path)
-        self._checkpoints.add((found.st_dev, found.st_ino))
+        self._checkpoints.add(_identity(path))
 
     def before(self, path: str) -> str:
         """Keep the file at ``path``, which is about to be replaced or removed. Returns where to read it."""
@@ -89,12 +89,14 @@ class KeptReadable:
         if not os.path.isdir("/proc/self/fd"):
             return self._second_name(path)
         if len(self._kept) >= MOST_KEPT:
-            has_path = (each for each, saved in self._kept.items() if saved is not None and os.fstat(each).st_nlink)
-            if (descriptor := next(has_path, None)) is None:
+            checkpoints = (each for each, saved in self._kept.items() if saved is not None)
+            if (descriptor := next((each for each in checkpoints if _present_path(each)), None)) is None:
                 return None
             self._drop(descriptor)
         descriptor = os.open(path, os.O_RDONLY)
         self._kept[descriptor] = save
+        if save is None:
+            self._lost_at[descriptor] = self._progress.done
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _second_name(self, path: str) -> str:
@@ -114,8 +116,8 @@ class KeptReadable:
         That is so once every other rank has made more changes than rank 0 had made when it removed the file.
         """
         slowest = self._progress.slowest()
-        for descriptor in list(self._kept):
-            if os.fstat(descriptor).st_nlink == 0 and slowest > self._lost_at.setdefault(descriptor, self._progress.done):
+        for descriptor, save in list(self._kept.items()):
+            if (save is None or os.fstat(descriptor).st_nlink == 0) and slowest > self._lost_at.setdefault(descriptor, self._progress.done):
                 self._drop(descriptor)
         for name in list(self._names):
             if os.stat(name).st_nlink == 1 and slowest > self._lost_at.setdefault(name, self._progress.done):
@@ -130,8 +132,19 @@ class KeptReadable:
 
     def _name_path(self, descriptor: int) -> None:
         save = self._kept[descriptor]
-        if save is not None and os.fstat(descriptor).st_nlink:
-            self._journal.saved(save, os.readlink(f"/proc/self/fd/{descriptor}"))  # its present path
+        if save is not None and (path := _present_path(descriptor)):
+            self._journal.saved(save, path)
+
+
+def _present_path(descriptor: int) -> str | None:
+    """The path of the open file now; ``None`` if it was removed."""
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return path if os.path.exists(path) else None
+
+
+def _identity(path: Any) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 _left_open: list[int] = []
@@ -160,6 +173,8 @@ class WriterFiles:
         self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
         self._said: set[Place] = set()
         self._changed: set[str] = set()
+        self._shown_until = -math.inf  # what was made until then, by the clock of files, is visible for all ranks
+        self._has_changed = False  # since then
 
     def close(self) -> None:
         """Let all calls run unchanged from now on."""
@@ -171,15 +186,19 @@ class WriterFiles:
     def crossed(self) -> None:
         """Tell the other ranks that what follows is ahead of them. Rank 0 itself always sees the disk."""
         self._journal.crossed()
+        self._shown_until, self._has_changed = time.time(), False
 
     @contextmanager
     def running_alone(self) -> Iterator[None]:
         """This rank runs something alone in the block: the others see the files that it makes there."""
-        since = clock()
+        if self._has_changed:
+            wait_for_tick(time.time())
+        since = earliest_time()
         try:
             yield
         finally:
             self._journal.ran_alone(since)
+            self._shown_until, self._has_changed = time.time(), False
 
     def left_alone(self) -> None:
         """Do nothing while another rank runs something alone."""
@@ -197,7 +216,9 @@ class WriterFiles:
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         return original(path, *args, **kwargs)
 
-    attribute = look
+    def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        self._changes(path, kwargs.get("dir_fd"), in_place=True, counts=False)
+        return original(path, *args, **kwargs)
 
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: sorted as on all ranks, without the temporary files of other ranks."""
@@ -220,6 +241,8 @@ class WriterFiles:
         made = self._changes(*change.made, in_place=change.name in ("truncate", "copyfile"), counts=False) if change.made else None
         if gone is None and made is None:
             return change.run()
+        if change.name == "link":
+            self._changes(*change.source, in_place=True, counts=False)  # type: ignore[misc]
         with passing():
             folder_gone = gone if gone and os.path.isdir(gone) and not os.path.islink(gone) else None
             if made and (change.name == "mkdir" or folder_gone) and not os.path.lexists(made):
@@ -233,7 +256,14 @@ class WriterFiles:
                 result = change.run()
                 if made and change.name == "copyfile":
                     self._copied(change, made)
+                if folder_gone:
+                    self._changed = {each for each in self._changed if not is_inside(each, folder_gone)}
+                self._changed.discard(gone or "")
                 return result
+            except Exception:
+                if made and folder_gone:
+                    self._journal.moves(made, folder_gone)
+                raise
             finally:
                 self._progress.count()
 
@@ -288,7 +318,7 @@ class WriterFiles:
         Args:
             path: the path, as the script gives it.
             dir_fd: the directory that a relative path starts from, as in ``os.open``.
-            in_place: the file is changed and not replaced, so it is kept as a copy, and only up to a size of ``MOST_COPIED``.
+            in_place: the file is changed and not replaced, so up to a size of ``MOST_COPIED`` a copy of it is kept.
             counts: whether the change counts as a step of the writer's progress.
 
         Returns:
@@ -297,6 +327,8 @@ class WriterFiles:
         key = self._rules.writes(path, dir_fd)
         if key is None:
             return None
+        wait_for_tick(self._shown_until)
+        self._has_changed = True
         with passing():
             self._keep_old(key, in_place)
         if counts:
@@ -319,9 +351,9 @@ class WriterFiles:
     def _keep(self, key: str, found: os.stat_result, in_place: bool) -> None:
         if stat.S_ISDIR(found.st_mode):
             self._journal.replaces(key, "")
-        elif stat.S_ISREG(found.st_mode) and not in_place:
+        elif stat.S_ISREG(found.st_mode) and not (in_place and found.st_size <= MOST_COPIED):
             self._journal.replaces(key, self._kept.before(key))
-        elif stat.S_ISREG(found.st_mode) and found.st_size <= MOST_COPIED:
+        elif stat.S_ISREG(found.st_mode):
             self._copies += 1
             copy = os.path.join(self._folder, f"before-{self._copies}")
             shutil.copyfile(key, copy)
@@ -331,8 +363,9 @@ class WriterFiles:
 def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
     """Write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that in the archive."""
     path = os.path.realpath(path)
-    if os.path.exists(path) and not os.path.isfile(path):
-        return write(path)  # a device or a pipe cannot be renamed over
+    before = os.stat(path) if os.path.exists(path) else None
+    if before is not None and (not stat.S_ISREG(before.st_mode) or before.st_nlink > 1):
+        return write(path)  # a device or a pipe cannot be renamed over, and another name of the file keeps its content
     folder, name = os.path.split(path)
     temporary = None
     with suppress(OSError):
@@ -341,6 +374,8 @@ def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
         return write(path)  # a writable file may lie in a read-only folder; otherwise torch reports the error
     try:
         result = write(os.path.join(temporary, name))
+        if before is not None:
+            os.chmod(os.path.join(temporary, name), stat.S_IMODE(before.st_mode))
         os.replace(os.path.join(temporary, name), path)
         return result
     finally:

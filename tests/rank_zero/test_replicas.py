@@ -11,7 +11,9 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -352,3 +354,186 @@ def test_what_is_removed_among_too_many_others_is_an_error_for_a_slower_rank_tha
             " reads b.txt, which rank 0 has already replaced or removed, with many others. Only so many stay readable for slower ranks: "
             "call parwrap.barrier() before the line that removes them."
         )
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_makes_right_after_a_barrier_is_hidden(tmp_path):
+    seen = []
+    with files() as opened:
+        for number in range(50):
+            barrier()
+            opened.crossed()
+            seen.append((tmp_path / f"{number}").exists())
+            (tmp_path / f"{number}").write_text("")
+
+    assert [False] * 50 == seen
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_makes_right_after_it_ran_alone_is_hidden(tmp_path):
+    seen = []
+    with files():
+        for number in range(20):
+            write_alone(tmp_path / "log")
+            if rank() == 1:
+                time.sleep(0.005)
+            seen += [(tmp_path / f"{number}").exists(), (tmp_path / "log").exists()]
+            (tmp_path / f"{number}").mkdir()
+
+    assert [False, True] * 20 == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_slower_rank_reads_an_old_file_after_rank_zero_has_left_a_block_first(tmp_path):
+    if rank() == 0:
+        (tmp_path / "a").write_text("a")
+    barrier()
+    with files():
+        with parwrap.rank_zero_first():
+            pass
+        if rank() == 1:
+            time.sleep(0.1)
+        seen = (tmp_path / "a").read_text(), (tmp_path / "new").exists()
+        os.remove(tmp_path / "a")
+        (tmp_path / "new").mkdir()
+
+    assert ("a", False) == seen
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_changes_alone_replaces_what_a_rank_has_written_or_removed(tmp_path):
+    with files():
+        (tmp_path / "log").write_text("head ")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "removed").touch()
+        os.remove(tmp_path / "removed")
+        shutil.rmtree(tmp_path / "folder")
+        write_alone(tmp_path / "log", "rank 0")
+        write_alone(tmp_path / "removed", "again")
+        make_alone(tmp_path / "folder")
+
+        assert ("head rank 0", "again") == ((tmp_path / "log").read_text(), (tmp_path / "removed").read_text())
+        assert ["folder", "log", "removed"] == os.listdir(tmp_path)
+        (tmp_path / "log").write_text("anew")
+        assert "anew" == (tmp_path / "log").read_text()
+
+
+@parwrap.rank_zero_only
+def write_alone(path, text=""):
+    with open(path, "a") as file:
+        file.write(text)
+
+
+@parwrap.rank_zero_only
+def make_alone(path):
+    path.mkdir()
+
+
+def linked(path):
+    os.link(path, f"{path}.link")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("touch", [Path.touch, partial(os.chmod, mode=0o600), linked], ids=["touch", "chmod", "link"])
+def test_a_slower_rank_reads_an_old_file_that_rank_zero_has_touched(touch, tmp_path):
+    if rank() == 0:
+        (tmp_path / "a").write_text("a")
+    barrier()
+    with files():
+        if rank() == 1:
+            time.sleep(0.1)
+            assert (tmp_path / "a").read_text() == "a"
+        touch(tmp_path / "a")
+        assert (tmp_path / "a").read_text() == "a"
+        with open(tmp_path / "a", "w") as file:
+            file.write("b")
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_cannot_be_moved_stays(tmp_path):
+    if rank() == 0:
+        for folder in ("one", "two"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / f"{folder}.txt").write_text(folder)
+    barrier()
+    with files():
+        with pytest.raises(OSError, match="not empty"):
+            os.rename(tmp_path / "one", tmp_path / "two")
+        if rank() == 1:
+            time.sleep(0.1)
+        seen = os.listdir(tmp_path / "one"), (tmp_path / "two" / "two.txt").read_text()
+        (tmp_path / "two" / "two.txt").write_text("changed")
+
+    assert (["one.txt"], "two") == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_rank_zero_keeps_readable_is_no_link(tmp_path):
+    if rank() == 0:
+        (tmp_path / "a").write_text("a")
+    barrier()
+    with files():
+        if rank() == 1:
+            time.sleep(0.1)
+        seen = os.path.islink(tmp_path / "a"), [each.is_symlink() for each in os.scandir(tmp_path)]
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.readlink(tmp_path / "a")
+        os.remove(tmp_path / "a")
+
+    assert (False, [False]) == seen
+
+
+@pytest.mark.ranks(2)
+def test_many_renamed_files_are_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("parwrap.rank_zero.writer.MOST_KEPT", 3)
+    if rank() == 0:
+        for number in range(6):
+            (tmp_path / f"{number}").write_text(f"{number}")
+    barrier()
+    with files():
+        for number in range(5):
+            os.rename(tmp_path / f"{number}", tmp_path / f"{number}.old")
+            barrier()
+        if rank() == 1:
+            time.sleep(0.1)
+        seen = (tmp_path / "5").read_text()
+        os.remove(tmp_path / "5")
+
+    assert "5" == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_moves_to_where_every_rank_writes(tmp_path):
+    with files():
+        (tmp_path / "a" / "deep").mkdir(parents=True)
+        (tmp_path / "a" / "deep" / "b.txt").write_text("b")
+        with tempfile.TemporaryDirectory() as folder:
+            os.rename(tmp_path / "a", f"{folder}/a")
+            seen = Path(folder, "a", "deep", "b.txt").read_text(), os.path.exists(tmp_path / "a")
+
+    assert ("b", False) == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_is_saved_again_keeps_its_mode_and_its_other_name(tmp_path):
+    with files():
+        torch.save(1, tmp_path / "a.pt")
+        os.chmod(tmp_path / "a.pt", 0o600)
+        torch.save(2, tmp_path / "a.pt")
+        os.link(tmp_path / "a.pt", tmp_path / "b.pt")
+        torch.save(3, tmp_path / "a.pt")
+
+        assert (3, 3) == (torch.load(tmp_path / "a.pt"), torch.load(tmp_path / "b.pt"))
+    if rank() == 0:
+        assert 0o600 == os.stat(tmp_path / "a.pt").st_mode & 0o777
+
+
+@pytest.mark.ranks(2)
+def test_threads_write_at_once(tmp_path):
+    def write(name):
+        for number in range(100):
+            (tmp_path / f"{name}-{number}").write_text("x")
+
+    with files(), ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, "abcd"))
+        assert 400 == len(os.listdir(tmp_path))
