@@ -311,8 +311,8 @@ def may_step(steps: Mapping[int, int], worker: int, staleness: int | None) -> bo
     return staleness is None or steps[worker] <= min(steps.values()) + staleness
 
 
-class Served(BaseException):
-    """Ends the script's function on a server once all workers have ended; no ``except Exception`` of the script catches it."""
+class Served(SystemExit):
+    """Ends the script's function on a server once all workers have ended. It is no failure, and no ``except Exception`` catches it."""
 
 
 class Server(Interceptor):
@@ -345,13 +345,13 @@ class Server(Interceptor):
         raise Served
 
     def serve(self) -> None:
-        """Serve until all workers have ended.
+        """Serve until all workers have ended; at once if they have.
 
         Raises:
             LockstepError: a worker has failed.
             Exception: a step of the script's optimizer has raised.
         """
-        threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in range(self._workers)]
+        threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in list(self._steps)]
         for thread in threads:
             thread.start()
         for thread in threads:

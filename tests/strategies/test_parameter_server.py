@@ -54,6 +54,19 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def test_ranks_that_a_call_starts_end_as_others_do():
+    def decay():
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+        return weight.item()
+
+    assert parwrap.launch(served(staleness=0)(decay), nprocs=3) == pytest.approx(0.8**3)
+
+
 # staleness 0
 
 
