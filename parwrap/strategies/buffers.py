@@ -1,14 +1,17 @@
 """Keeps the buffers of modules as DDP does: rank 0's are everybody's (contract, small print on backwards).
 
-Modules that the script puts in eval mode get rank 0's buffers when the next pass that does not train begins. Buffers that training
+Modules that the script puts in eval mode, and those that it leaves there, get rank 0's buffers when a pass that does not train begins
+after a step: an average of models may take its statistics from a model that trains. Buffers that training
 changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, not before: a
 backward may need the values that its forward has saved.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +54,15 @@ class Buffers:
     def __init__(self, group: Group, modules: Iterable[nn.Module]) -> None:
         self._group = group
         self._modules: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+        modules = list(modules)
+        self._evaluated: dict[int, weakref.ref[nn.Module]] = {}  # by numbers, which are equal on all ranks
+        self._numbers, self._has_evaluated = itertools.count(), False
         for module in modules:
+            if not module.training:
+                self.put_in_eval(module)
             for inner in module.modules():
                 for name, buffer in registered_buffers(inner).items():
                     self._note(inner, name, buffer)
-        self._evaluated: list[weakref.ref[nn.Module]] = []
         self._before: dict[_Buffer, tuple[int, int]] = {}
         self._moving: list[_Buffer] = []
         self._backwards_left = 0
@@ -69,7 +76,10 @@ class Buffers:
 
     def put_in_eval(self, module: nn.Module) -> None:
         """Record that the script has put ``module`` in eval mode."""
-        self._evaluated = [each for each in self._evaluated if each() not in (None, module)] + [weakref.ref(module)]
+        if _buffers(module.modules()):
+            self._evaluated = {number: each for number, each in self._evaluated.items() if each() not in (None, module)}
+            self._evaluated[next(self._numbers)] = weakref.ref(module)
+            self._has_evaluated = True
 
     def watch(self) -> None:
         """Begin to find out which buffers training changes; called for each new set of parameters."""
@@ -107,14 +117,16 @@ class Buffers:
             self._send(changed, kind)
 
     def begins_whole(self) -> None:
-        """Send the buffers of the modules that were put in eval mode; called when a pass that does not train begins after a step."""
-        modules = [module for each in self._evaluated if (module := each()) is not None]
-        self._evaluated = []
-        buffers = [buffer for module in modules for buffer in _buffers(module.modules()) if buffer.tensor() is not None]
-        if buffers:
-            kind = "sending rank 0's buffers as a pass begins"
-            _agree_on(self._group, kind, buffers)
-            self._send(buffers, kind)
+        """Send the buffers of the modules that are or were put in eval mode; called when a pass that does not train begins after a step."""
+        if not self._has_evaluated:
+            return
+        modules = {number: module for number, each in self._evaluated.items() if (module := each()) is not None}
+        self._evaluated = {number: weakref.ref(module) for number, module in modules.items() if not module.training}
+        buffers = {number: _buffers(module.modules()) for number, module in modules.items()}
+        kind = "sending rank 0's buffers as a pass begins"
+        all_ranks = agree_on(self._group, kind, {number: _shapes(each) for number, each in buffers.items()}, partial(_differ, kind))
+        common = set(buffers).intersection(*all_ranks or ())  # a rank may still hold a module that is garbage on another
+        self._send(list(dict.fromkeys(buffer for number in sorted(common) for buffer in buffers[number])), kind)
 
     @torch.no_grad()
     def _send(self, buffers: Iterable[_Buffer], kind: str) -> None:
@@ -154,18 +166,27 @@ def _shapes(buffers: Iterable[_Buffer]) -> list[tuple[str, str, tuple[int, ...]]
 
 
 def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
-    def error(all_ranks: list[Any]) -> Exception:
-        rank, theirs = first_other(all_ranks)
-        mine = all_ranks[0]
-        if len(mine) != len(theirs):
-            differ = f"{len(mine)} on rank 0 and {len(theirs)} on rank {rank}"
-        else:
-            pair = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-            one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
-            differ = f"{one} on rank 0 and {other} on rank {rank}"
-        return RankMismatchError(
-            f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. Put what only "
-            "rank 0 does into a function decorated with @parwrap.rank_zero_only."
-        )
+    agree_on(group, kind, _shapes(buffers), lambda all_ranks: _differ(kind, [{0: each} for each in all_ranks]))
 
-    agree_on(group, kind, _shapes(buffers), error)
+
+def _differ(kind: str, all_ranks: list[dict[int, Any]]) -> Exception | None:
+    """The error if the buffers of a module, by its number, differ between ranks."""
+    for number in set(all_ranks[0]).intersection(*all_ranks):
+        shapes = [each[number] for each in all_ranks]
+        if any(each != shapes[0] for each in shapes):
+            rank, theirs = first_other(shapes)
+            return _difference(kind, shapes[0], rank, theirs)
+    return None
+
+
+def _difference(kind: str, mine: list[Any], rank: int, theirs: list[Any]) -> Exception:
+    if len(mine) != len(theirs):
+        differ = f"{len(mine)} on rank 0 and {len(theirs)} on rank {rank}"
+    else:
+        pair = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+        one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
+        differ = f"{one} on rank 0 and {other} on rank {rank}"
+    return RankMismatchError(
+        f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. Put what only "
+        "rank 0 does into a function decorated with @parwrap.rank_zero_only."
+    )

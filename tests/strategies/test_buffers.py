@@ -137,6 +137,48 @@ def norm_in_training():
     return model
 
 
+def epochs_with_an_average(average):
+    """Train for three epochs; the statistics of ``average``, which stays in eval mode, on all ranks when each is evaluated."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(3):
+        for (x,) in DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2):
+            model(x).sum().backward()
+            optimizer.step()
+        average.load_state_dict(model.state_dict())
+        own = average[0].running_mean.tolist()
+        with torch.no_grad():
+            list(DataLoader(range(2)))
+        seen.append((own, average[0].running_mean.tolist()))
+    return seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_made_before", [False, True])
+def test_an_average_of_models_that_stays_in_eval_mode_has_rank_zeros_statistics_in_each_evaluation(is_made_before):
+    average = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).eval() if is_made_before else None
+    train = parwrap.distributed(lambda average: epochs_with_an_average(average or nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()))
+    both = parwrap.gather(train(average))
+
+    for (first, evaluated_on_first), (second, evaluated_on_second) in zip(*both, strict=True):
+        assert first != second
+        assert first == evaluated_on_first == evaluated_on_second
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_only_one_rank_has_not_collected_yet_is_not_sent():
+    held = []
+    with parwrap.distributed():
+        average = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+        held.append(nn.Sequential(nn.BatchNorm1d(5)).eval())
+        if parwrap.rank() == 0:
+            held.clear()
+        both = parwrap.gather(epochs_with_an_average(average))
+
+    assert [each for _, each in both[0]] == [each for _, each in both[1]]
+
+
 @pytest.mark.ranks(2)
 def test_tensors_that_no_loader_reads_are_evaluated_with_this_ranks_statistics():
     with parwrap.distributed():
