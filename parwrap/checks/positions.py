@@ -158,6 +158,7 @@ class Positions:
         self._memory = shared_memory(self._path, SIZE * len(self._ranks))
         self._numbers = memoryview(self._memory).cast("q")
         self._length = 0
+        self._came_apart = ""
         self.mine = Page(place="")
         self._write(Page())
 
@@ -172,6 +173,7 @@ class Positions:
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
+        self._refuse_to_go_on()
         backwards, _, _, controls, _, sets = self.mine
         if state == BACKWARD:
             backwards, sets = backwards + 1, (what, *sets[:-1])
@@ -185,6 +187,7 @@ class Positions:
         Raises:
             LockstepError: another rank of the node has raised, or can never meet this one there.
         """
+        self._refuse_to_go_on()
         backward = self.now()
         self._write(Page(backward.backwards, State.INNER, what, backward.controls + 1, place, backward.sets))
         self.compare()
@@ -201,14 +204,24 @@ class Positions:
         self.compare()
 
     def compare(self) -> None:
-        """Raise if another rank of the node can never meet this one where it is.
+        """Raise if another rank of the node can never meet this one where it is, then and at each later call.
 
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
         for other in self._others if self._alike() else ():
             if self._differs(other) and apart(self.now(), self._read(other)):
-                raise self.error()
+                error = self.error()
+                self._came_apart = str(error)
+                self._set(State.APART)
+                raise error
+
+    def _refuse_to_go_on(self) -> None:
+        if self._came_apart and self._alike():
+            raise LockstepError(
+                "the script has caught the error below, but other ranks may still wait for this one there, so it cannot go on. Let the "
+                f"error end the job. It was: {self._came_apart}"
+            )
 
     def _differs(self, other: int) -> bool:
         """Whether another rank of the node sends something else than this rank, as far as one look shows."""
@@ -233,9 +246,10 @@ class Positions:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
 
         Raises:
-            LockstepError: a rank has raised; a rank is still in a step that this rank does not take, ``patience`` seconds after it was
-                first seen there; or a rank has not ended within ``timeout`` seconds.
+            LockstepError: this rank or another has raised; a rank is still in a step that this rank does not take, ``patience`` seconds
+                after it was first seen there; or a rank has not ended within ``timeout`` seconds.
         """
+        self._refuse_to_go_on()
         deadline = time.monotonic() + timeout
         self._set(State.ENDED)
         since: float | None = None

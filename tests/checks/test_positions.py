@@ -197,3 +197,20 @@ def test_a_rank_that_only_found_the_others_apart_is_not_said_to_have_failed(page
     second.raised(LockstepError())
     with pytest.raises(LockstepError, match=r"rank 1 has stopped, because the ranks have come apart; its last step was at parwrap.gather"):
         first.enter(BACKWARD, 8, "train.py:40")
+
+
+def test_a_rank_that_has_found_the_others_apart_does_not_go_on(pages):
+    first, second = pages
+    first.enter(CONTROL, 1, "parwrap.barrier at train.py:3")
+    with pytest.raises(LockstepError, match="the ranks have come apart") as found:
+        second.enter(CONTROL, 2, "parwrap.gather at train.py:5")
+
+    for go_on in (lambda: second.enter(CONTROL, 1, "parwrap.barrier at train.py:6"), lambda: second.end(1)):
+        with pytest.raises(LockstepError) as caught:
+            go_on()
+        assert str(caught.value) == (
+            "the script has caught the error below, but other ranks may still wait for this one there, so it cannot go on. Let the error "
+            f"end the job. It was: {found.value}"
+        )
+    with pytest.raises(LockstepError, match="rank 1 has stopped, because the ranks have come apart"):
+        first.enter(CONTROL, 3, "parwrap.barrier at train.py:9")
