@@ -8,17 +8,19 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from io import IOBase
 from multiprocessing.connection import wait
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
 import torch
@@ -31,7 +33,7 @@ from parwrap.inline.returned import CallersObjects, warn_of_changes
 from parwrap.inline.spawning import Interpreter, loaded, pack
 from parwrap.places import warn
 from parwrap.ranks.device import BACKEND, cores, gpu_count, of_sharing
-from parwrap.ranks.platform import FORKS, WINDOWS
+from parwrap.ranks.platform import FORKS, WINDOWS, path_of
 from parwrap.ranks.processes import how_ended
 from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import IN_SCRATCH, INIT_METHOD, ONE_NODE
@@ -120,7 +122,7 @@ def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]],
     _refuse_fork(who)
     importlib.import_module(DYNAMO)  # each rank's first optimizer would import it, which takes a second
     streams = [stream for handler in logging_handlers() if (stream := getattr(handler, "stream", None)) is not None]
-    files = [each for each in (*streams, *task.inherited) if isinstance(each, IOBase) and _is_written_file(each)]
+    files = [each for each in (*streams, *task.inherited) if isinstance(each, IOBase) and _is_regular(each)]
     _flush(files)  # else every rank would write what is in their buffers
 
     def settled(rank: int) -> Task:
@@ -128,8 +130,7 @@ def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]],
             if isinstance(each, DataLoader):
                 forget_workers(each)
         for file in files if rank or os.environ.get(IN_SCRATCH) == "1" else ():
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)
+            _make_own(file)
         return replace(task, function=called)
 
     def called() -> Any:
@@ -190,17 +191,33 @@ def _cuda_has_started() -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def _is_written_file(file: IOBase) -> bool:
-    """Whether ``file`` is a named file, not this process's output, that is open for writing alone."""
+def _is_regular(file: IOBase) -> bool:
+    """Whether ``file`` is an open file on a disk, and not this process's output."""
     with suppress(OSError, ValueError):
-        return file.writable() and not file.readable() and file.fileno() > 2 and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        return file.fileno() > 2 and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     return False
 
 
 def _flush(files: Sequence[IOBase]) -> None:
     for file in files:
-        if not file.closed:
+        if not file.closed and file.writable():
             file.flush()
+
+
+def _make_own(file: IOBase) -> None:
+    """Make ``file`` this rank's own: it reads from its own position, in a copy if it also writes. What it only writes goes nowhere."""
+    descriptor = file.fileno()
+    with ExitStack() as opened, suppress(FileNotFoundError):  # the file may have been removed
+        path, position = os.devnull, 0
+        if file.readable():
+            path, position = path_of(descriptor), os.lseek(descriptor, 0, os.SEEK_CUR)
+        if file.readable() and file.writable():
+            path = shutil.copyfile(path, opened.enter_context(NamedTemporaryFile()).name)
+        appends = os.O_APPEND if "a" in str(getattr(file, "mode", "")) else 0
+        own = os.open(path, (os.O_RDWR if file.writable() else os.O_RDONLY) | appends)
+        opened.callback(os.close, own)
+        os.lseek(own, position, os.SEEK_SET)
+        os.dup2(own, descriptor, inheritable=False)
 
 
 @contextmanager

@@ -174,13 +174,13 @@ def _run(job: Job, reports: _Reports) -> End:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         task = job.task()
         reports.callers = callers = CallersObjects(task.objects)
-        before = callers.now(), contents(task.names())
+        before = callers.now(), contents(task.names(), callers)
         try:
             value = task.function()
         finally:
             _ignore_signals()
             if job.rank == 0:
-                state, changed = callers.state(before[0]), differing(before[1], contents(task.names()))
+                state, changed = callers.state(before[0]), differing(before[1], contents(task.names(), callers))
     except BaseException as error:
         _ignore_signals()
         reports.failure(error)

@@ -10,7 +10,7 @@ import pickle
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -62,6 +62,9 @@ class CallersObjects:
         self._numbers = {id(each): number for number, each in enumerate(self._objects)}
         parts = [each for thing in self._objects if isinstance(thing, (nn.Module, Optimizer)) for each in _tensors_of(thing)]
         self._trained = {self._numbers[id(each)] for each in parts}
+
+    def __contains__(self, thing: object) -> bool:
+        return id(thing) in self._numbers
 
     def pack(self, thing: Any, file: Path | BinaryIO) -> None:
         """Write ``thing`` into a file, with numbers in place of the caller's objects."""
@@ -213,8 +216,12 @@ def _loaded(objects: list[Any], of_storage: Callable[[Any], Any], saved: Any) ->
     return objects[saved[1]] if saved[0] == CALLERS else of_storage(saved)
 
 
-def contents(names: Mapping[str, Any]) -> dict[str, Any]:
+def contents(names: Mapping[str, Any], sent_back: Container[Any] = ()) -> dict[str, Any]:
     """The values behind ``names`` and behind the attributes of the script's objects, in a form to compare with :func:`differing`.
+
+    Args:
+        names: the values by their names.
+        sent_back: the tensors, models and optimizers whose state is not compared.
 
     >>> history = [0.5]
     >>> before = contents({"history": history})
@@ -224,19 +231,25 @@ def contents(names: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in names.items():
-        found |= _contents_of(name, value)
-        if not isinstance(value, (type, FunctionType, ModuleType, *KINDS)) and hasattr(value, "__dict__") and _is_of_script(type(value)):
-            for attribute, each in vars(value).items():
-                found |= _contents_of(f"{name}.{attribute}", each)
+        attributes = _attributes(value)
+        found |= {name: _Itself(value)} if attributes else _contents_of(name, value, sent_back)
+        for attribute, each in attributes.items():
+            found |= _contents_of(f"{name}.{attribute}", each, sent_back)
     return found
 
 
-def _contents_of(name: str, value: Any) -> dict[str, Any]:
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object of the script."""
+    is_other = isinstance(value, (type, FunctionType, ModuleType, *KINDS)) or not hasattr(value, "__dict__")
+    return {} if is_other or not _is_of_script(type(value)) else vars(value)
+
+
+def _contents_of(name: str, value: Any, sent_back: Container[Any]) -> dict[str, Any]:
     """The value behind ``name``, and what the script has set on a model or optimizer, beside the state that is sent back."""
     own = {}
     if isinstance(value, (nn.Module, Optimizer)):
         own = {each: there for each, there in vars(value).items() if not (each in SENT or each.startswith("_") or callable(there))}
-    return {name: _content(value), **{f"{name}.{attribute}": _content(each) for attribute, each in own.items()}}
+    return {name: _content(value, sent_back), **{f"{name}.{attribute}": _content(each, sent_back) for attribute, each in own.items()}}
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -254,14 +267,18 @@ class _Itself:
         return isinstance(other, _Itself) and self._value is other._value
 
 
-def _content(value: Any, depth: int = 3) -> Any:
+def _content(value: Any, sent_back: Container[Any], depth: int = 3) -> Any:
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return type(value), repr(value)
     if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MOST and depth:
         members = [*value, *value.values()] if isinstance(value, dict) else value
-        return _Itself(value), [_content(each, depth - 1) for each in members]
+        return _Itself(value), [_content(each, sent_back, depth - 1) for each in members]
     if isinstance(value, np.ndarray) and value.size <= MOST and not value.dtype.hasobject:
         return _Itself(value), value.tobytes()
+    if isinstance(value, (torch.Tensor, nn.Module, Optimizer)) and value not in sent_back:
+        return _Itself(value), [_state_of(each) for each in _with_parts(value) if _is_tensor(each)]
+    if depth and (attributes := _attributes(value)) and len(attributes) <= MOST:
+        return _Itself(value), [_content(each, sent_back, depth - 1) for each in attributes.values()]
     return _Itself(value)
 
 
@@ -278,8 +295,8 @@ def warn_of_changes(names: list[str]) -> None:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     place = script_place()
     warnings.warn_explicit(
-        f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors "
-        "and the state of models, optimizers and schedulers are copied back: return whatever else you need.",
+        f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors, "
+        "models, optimizers and schedulers at most one level deep are copied back: return whatever else you need.",
         UserWarning,
         place.file,
         place.line,

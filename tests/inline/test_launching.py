@@ -252,6 +252,27 @@ def test_files_that_the_caller_is_writing(tmp_path):
     assert "header\nrank 0\nfooter\n" == (tmp_path / "log.txt").read_text()
 
 
+def test_files_that_the_caller_also_reads(tmp_path):
+    """Each rank has its own position, and only rank 0 writes."""
+    (tmp_path / "data.txt").write_text("abc")
+    data, both = open(tmp_path / "data.txt"), open(tmp_path / "both.txt", "w+")  # noqa: SIM115
+    appended = open(tmp_path / "appended.txt", "a+")  # noqa: SIM115
+    for each in (both, appended):
+        each.write("header\n")
+
+    def function():
+        for each in (both, appended):
+            each.write(f"rank {parwrap.rank()}\n")
+        both.seek(0)
+        return parwrap.gather((data.read(), both.read()))
+
+    with data, both, appended:
+        assert [("abc", "header\nrank 0\n"), ("abc", "header\nrank 1\n")] == parwrap.launch(function, nprocs=2)
+
+    for name in ("both.txt", "appended.txt"):
+        assert "header\nrank 0\n" == (tmp_path / name).read_text()
+
+
 def test_a_loader_whose_workers_belong_to_the_caller():
     loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
     assert 4 == len(list(loader))

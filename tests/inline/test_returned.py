@@ -62,9 +62,15 @@ def test_training_goes_on_here_and_there():
     torch.testing.assert_close(here[2].state_dict(), there[2].state_dict())
 
 
+class Deep:
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+
+
 class Trainer:
     def __init__(self):
         self.model = nn.Linear(1, 1)
+        self.inner, self.models = Deep(), {"a": {"b": [nn.Linear(1, 1)]}}
         self.parts = {"second": nn.Linear(1, 1)}
         self.epochs, self.history = 0, []
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -80,6 +86,10 @@ class Trainer:
     def notes(self):
         self.model.best, self.optimizer.note = 0.25, "good"
         torch.optim.lr_scheduler.StepLR(self.optimizer, 1)  # counts steps of the optimizer in attributes of its own
+
+    def deep(self):
+        nn.init.ones_(self.inner.model.weight)
+        nn.init.ones_(self.models["a"]["b"][0].weight)
 
     def counts(self):
         self.epochs += 1
@@ -122,6 +132,7 @@ def rebinds():
         (lambda: Trainer().fit, None),
         (lambda: Trainer().counts, "self.epochs, self.history, self.best"),
         (lambda: rebinds, "rebound"),
+        (lambda: Trainer().deep, "self.inner, self.models"),
         (lambda: Trainer().notes, "self.model.best, self.optimizer.note"),
     ],
 )
