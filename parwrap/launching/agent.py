@@ -117,6 +117,10 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
             nodes.leave(signalled.sigval)
             handled = processes and all(process.exitcode == 0 for process in processes)  # by the script, on every rank
             return 0 if handled else 128 + signalled.sigval, False
+        except ValueError as error:
+            if "is not registered" in str(error):  # torch has asked for it by its name, when the ranks were to start
+                raise UsageError(f"--rdzv-backend {plan.torchrun.rdzv_backend}: torch has no rendezvous of this name.") from error
+            raise
         except (RendezvousError, dist.DistError) as error:
             raise LaunchError(_rendezvous_failure(plan, error)) from error
     return 0, False

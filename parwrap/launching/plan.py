@@ -158,6 +158,13 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
             "others."
         )
+    if not arguments.plain and "0" not in (arguments.local_ranks_filter or "0").split(","):
+        raise UsageError(
+            f"--local-ranks-filter {arguments.local_ranks_filter} shows ranks that print nothing, because only rank 0 does: add "
+            "--log-dir DIR instead, for a file of what each rank prints."
+        )
+    if arguments.monitor_interval <= 0:
+        raise UsageError(f"--monitor-interval {arguments.monitor_interval:g} is not a positive number of seconds.")
     if _is_only_node(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set

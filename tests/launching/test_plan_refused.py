@@ -65,6 +65,12 @@ pytestmark = pytest.mark.usefixtures("scripts")
             "--nnodes 1:2 lets nodes join and leave, which --master-addr does not allow: use --rdzv-endpoint HOST:PORT.",
         ),
         (
+            ["--nproc-per-node", "2", "--local-ranks-filter", "1", "train.py"],
+            "--local-ranks-filter 1 shows ranks that print nothing, because only rank 0 does: add --log-dir DIR instead, for a file of "
+            "what each rank prints.",
+        ),
+        (["--monitor-interval", "-1", "train.py"], "--monitor-interval -1 is not a positive number of seconds."),
+        (
             ["--all-ranks", "--tee", "3", "train.py"],
             "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
             "others.",
@@ -190,3 +196,10 @@ def test_an_option_of_data_parallel_needs_it():
 def test_a_signal_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"^--signals-to-handle TERM: there is no signal 'TERM'\. Write names such as SIGTERM,SIGINT\.$"):
         _config(plan("--nproc-per-node", "2", "--signals-to-handle", "TERM", "train.py"), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rendezvous_that_torch_does_not_have_is_refused(parwrap_run, script):
+    ended = parwrap_run("--rdzv-backend", "etdc", script("raise SystemExit(3)"))
+
+    assert (2, "", "parwrap.run: --rdzv-backend etdc: torch has no rendezvous of this name.\n") == ended
