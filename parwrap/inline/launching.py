@@ -120,7 +120,10 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
 def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]], who: str) -> Start:
     """Return a function that forks a rank from this process."""
     _refuse_fork(who)
+    given = set(os.environ)
     importlib.import_module(DYNAMO)  # each rank's first optimizer would import it, which takes a second
+    for name in set(os.environ) - given:  # the import sets a folder for compiled code
+        del os.environ[name]
     streams = [stream for handler in logging_handlers() if (stream := getattr(handler, "stream", None)) is not None]
     files = [each for each in (*streams, *task.inherited) if isinstance(each, IOBase) and _is_regular(each)]
     _flush(files)  # else every rank would write what is in their buffers

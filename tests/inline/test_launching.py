@@ -237,6 +237,12 @@ def test_a_system_without_descriptors_of_processes(monkeypatch):
     assert 2 == parwrap.launch(parwrap.world_size, nprocs=2)
 
 
+def test_a_call_leaves_no_environment_variable_behind():
+    code = "import os, parwrap; before = {**os.environ}; parwrap.launch(lambda: None, nprocs=2); assert before == {**os.environ}"
+
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
 def test_files_that_the_caller_is_writing(tmp_path):
     """Nothing of them is written twice or lost."""
     log = open(tmp_path / "log.txt", "w")  # noqa: SIM115
