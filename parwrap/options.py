@@ -114,8 +114,8 @@ class Options:
         if self.backend is not None and not (isinstance(self.backend, str) and dist.is_backend_available(self.backend)):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
             raise UsageError(
-                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Remove backend= to choose it by "
-                "device."
+                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Remove backend=, and parwrap "
+                "chooses one by the device."
             )
         if self.seed is not None and not (_whole(self.seed, 0) and self.seed < 2**64):
             raise UsageError(f"seed={self.seed!r} is not an integer from 0 to 2**64 - 1.")

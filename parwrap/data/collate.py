@@ -110,7 +110,7 @@ class pad_collate:
         tensors = _tensors(column)
         shapes = {tensor.shape[1:] for tensor in tensors}
         if len(shapes) > 1:
-            field = "the samples" if name is None else f"the field {name!r}"
+            field = _of_field(name)
             found = " and ".join(sorted({tensor.shape[1:]: str(tuple(tensor.shape)) for tensor in tensors}.values())[:2])
             raise UsageError(
                 f"{field} of a batch: shapes {found} differ beyond the first dimension, which alone can be padded. Make the others equal."
@@ -123,7 +123,8 @@ class pad_collate:
         value = self._value(name)
         if not _holds(tensors[0], value):
             raise UsageError(
-                f"sequences of {tensors[0].dtype} cannot be padded with {value!r}: choose another pad_value, or convert the sequences."
+                f"{_of_field(name)}, of {tensors[0].dtype}, cannot be padded with {value!r}: choose another pad_value, or convert the "
+                "sequences."
             )
         rest = tensors[0].new_full((longest, *shapes.pop()), value)
         return default_collate([torch.cat([tensor, rest[len(tensor) :]]) for tensor in tensors])
@@ -132,6 +133,10 @@ class pad_collate:
         if isinstance(self.pad_value, Mapping):
             return self.pad_value.get(name, USUAL.get(name, 0))
         return 0 if name in ("attention_mask", "token_type_ids") else USUAL.get(name, self.pad_value)
+
+
+def _of_field(name: Any) -> str:
+    return "the samples" if name is None else f"the field {name!r}"
 
 
 def is_sequence(value: Any) -> bool:

@@ -223,7 +223,7 @@ class Evaluation(Interceptor):
         )
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
-        """Update ``metric``, except on a rank that stands in: torchmetrics sums the states of a metric over the ranks."""
+        """Run ``update``, unless this rank reads a sample only to keep step: torchmetrics would count it in its sum over the ranks."""
         return None if self.stands_in and not self.asleep else update()
 
     def _begin(self, batches: int) -> int:

@@ -361,8 +361,8 @@ class Loaders(Sources, Interceptor):
         if self._options().batch == "global" and (loader.batch_size or loader.batch_sampler) is not None:
             raise UsageError(
                 f'batch="global" divides each batch among the ranks, but the {type(sampler).__name__} of a DataLoader has divided the '
-                "dataset already, in its own way. Make that sampler with num_replicas=1 and rank=0, so that every rank draws the whole "
-                "batches."
+                "dataset already, in its own way. Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that sampler, "
+                "if it takes them."
             )
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, size: int) -> DistributedSampler:

@@ -57,8 +57,8 @@ class accumulate(ScopeDecorator):
             if self._steps != _open[-1]:
                 raise UsageError(
                     f"parwrap.accumulate({self._steps}) cannot be opened inside parwrap.accumulate({_open[-1]}), because each batch counts "
-                    "for one step only. Use the same number for both, or remove one of the two. The option --accumulate is one of the two "
-                    "if the command line has it."
+                    "for one step only. Use the same number for both, or remove one of the two. An option --accumulate of the command is "
+                    "one of them."
                 )
             yield
             return
@@ -80,7 +80,8 @@ class accumulate(ScopeDecorator):
         if self._singles == 2:
             warn(
                 f"parwrap: {describe(call.function) if call.function else 'the block'} has one backward each time it runs, and accumulate("
-                f"{self._steps}) ends with it, so each batch gets a step of its own. Put accumulate around the loop over the batches."
+                f"{self._steps}) ends when it returns, so each batch gets a step of its own. Put accumulate around the loop over the "
+                "batches."
             )
 
 

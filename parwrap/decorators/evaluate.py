@@ -475,7 +475,7 @@ class _Effects:
         return self._printed.getvalue() != self._printed_by_part.getvalue()
 
     def found(self, result: Any) -> str | None:
-        """The first effect on this rank, as a sentence."""
+        """A sentence on the first side effect of the call: a file written, an object changed, or no result. ``None`` if there is none."""
         if self._written is not None:
             return f"it writes {self._written}, which would contain only a rank's part."
         if (place := _changed(self._before, _state(self._call))) is not None:

@@ -111,7 +111,7 @@ class AmpMixin(_Mixin, decorator=amp):
 
 
 class AccumulateMixin(_Mixin, decorator=accumulate):
-    """``@accumulate`` for the training methods of a class."""
+    """``@accumulate`` for the methods ``train`` and ``fit`` of a class, as in ``class Trainer(AccumulateMixin, steps=4)``."""
 
 
 class SyncBNMixin(_Mixin, decorator=sync_bn):

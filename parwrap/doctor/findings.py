@@ -82,7 +82,7 @@ def launch(facts: Facts) -> Iterator[Finding]:
 
 
 def gpu_of_its_own(facts: Facts) -> Iterator[Finding]:
-    """The rank has no GPU."""
+    """Yield a finding if this rank gets no GPU."""
     if facts.device_error:
         problem, _, remedy = facts.device_error.rstrip(".").partition(". ")
         yield Finding(problem, remedy)

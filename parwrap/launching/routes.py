@@ -92,7 +92,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
     """Host and port of the rendezvous that torchrun's options name.
 
     Raises:
-        UsageError: the options cannot be parsed.
+        UsageError: the endpoint is not ``HOST:PORT``.
 
     >>> endpoint(argparse.Namespace(rdzv_backend="c10d", rdzv_endpoint="[fd00::1]:29400"))
     ('fd00::1', 29400)

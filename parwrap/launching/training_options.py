@@ -143,5 +143,5 @@ def decorators(arguments: argparse.Namespace) -> dict[str, Given]:
     for name, (of, _) in OF_DECORATORS.items():
         if hasattr(arguments, name) and of not in found:
             option, decorator = (f"--{each.replace('_', '-')}" for each in (name, of))
-            raise UsageError(f"{option} has no effect without {decorator}: add it. The script's own options come after its name.")
+            raise UsageError(f"{option} has no effect without {decorator}: add it. Write the script's own options after the script.")
     return found

@@ -233,7 +233,7 @@ class Accumulation(Interceptor):
             self._apply()
 
     def left(self) -> None:
-        """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next call raises its error."""
+        """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next backward, pass or end does."""
         try:
             self.exhausted()
         except BaseException as error:

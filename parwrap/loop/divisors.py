@@ -117,7 +117,7 @@ class Divisors(Interceptor):
             if first[0] ** 2 != first[1] * group.world.size:
                 raise RankMismatchError(
                     f"the loss at {script_place()} has {count} cross entropies on this rank and {first[0] / group.world.size:.3g} on "
-                    'average over the ranks. batch="global" makes one mean of them over all ranks, and pairs them in their order. Compute '
+                    'average over the ranks. batch="global" averages the first of all ranks, the second of all ranks, and so on. Compute '
                     'equally many on each rank, or use reduction="sum" with loss="sum" and divide by a number that all ranks share, or '
                     'train with batch="per_rank".'
                 )

@@ -47,7 +47,9 @@ def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
 
 
 def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
-    """Whether a backward of ``tensors`` runs other backwards inside, as re-entrant checkpointing does: the graph hides their leaves.
+    """Whether a backward of ``tensors`` runs other backwards inside, as re-entrant checkpointing does.
+
+    The graph does not show the parameters that these reach.
 
     >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
     False

@@ -59,7 +59,7 @@ class Modules(Interceptor):
         return [number for number, p in self.numbered().items() if not p.requires_grad]
 
     def numbered(self) -> dict[int, torch.Tensor]:
-        """All parameters, by their number in the order in which they were made, which is the same on all ranks."""
+        """The parameters that were made outside training passes, by their number in the order of making, which is the same on all ranks."""
         return {number: p for p, number in self._numbers.items()}
 
     def set_mode(self, module: nn.Module, training: bool) -> None:

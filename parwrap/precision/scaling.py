@@ -62,7 +62,7 @@ class Scaling(Interceptor):
         self._iterations.expect(optimizer)
 
     def backward(self, call: Backward) -> None:
-        """Run ``call`` on the scaled loss and unscale the gradients."""
+        """Run ``call`` on the scaled loss and unscale the gradients, unless the script scales the loss itself."""
         if self._running:  # inside another backward, as re-entrant checkpoints do it: the incoming gradient is scaled already
             self._unscaling.nested(call, self._owned())
             call.run()

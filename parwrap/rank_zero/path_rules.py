@@ -78,7 +78,7 @@ def every_rank_writing() -> Iterator[None]:
 
 
 class PathRules:
-    """Decides which paths are exempt, in the process that creates it, until it is closed.
+    """Decides which paths every rank reads and writes itself, in the process that creates it, as long as ``open`` is true.
 
     Args:
         rank: the global rank of this process.

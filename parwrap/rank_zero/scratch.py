@@ -72,7 +72,7 @@ class Overlay:
         scratch: an empty directory of this rank.
         with_rank_zero: whether rank 0 is on this node, so that the journal names all folders that it makes.
         timeout: how many seconds to wait for rank 0.
-        check_wait: called now and then during a wait, with the time since and the line; it raises if rank 0 waits for this rank.
+        check_wait: called now and then during a wait, with the time when it began and what it is for; raises if rank 0 waits for this rank.
     """
 
     def __init__(

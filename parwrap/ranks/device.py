@@ -26,7 +26,7 @@ def of_sharing(ranks: int, gpus: int, option: str) -> str:
     """What to say when ``ranks`` share ``gpus``, and the user has not given the ``option``."""
     return (
         f"{ranks} ranks share {counted(gpus, 'GPU')} over gloo, because nccl needs a GPU for each. This shows what {ranks} ranks "
-        f"train, but is no faster than {counted(gpus, 'rank')}. With {option} it is not said."
+        f"train, but is no faster than {counted(gpus, 'rank')}. Add {option} to hide this message."
     )
 
 
@@ -41,8 +41,8 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
     """
     if local_rank >= len(visible):
         raise LaunchError(
-            f"local rank {local_rank} has no GPU: the ranks of this node see only {len(visible)} ({', '.join(visible)}). Start at most "
-            f"{counted(len(visible), 'rank')} per node, or pass backend='gloo' (--backend gloo) to share GPUs."
+            f"local rank {local_rank} has no GPU: the ranks of this node see only {counted(len(visible), 'GPU')} ({', '.join(visible)}). "
+            f"Start at most {counted(len(visible), 'rank')} per node, or pass backend='gloo' (--backend gloo) to share GPUs."
         )
     return visible[local_rank]
 

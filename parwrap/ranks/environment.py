@@ -28,7 +28,7 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def without(names: Iterable[str]) -> AbstractContextManager[None]:
-    """Unset the variables ``names`` inside the block. One that is not set now is left as the block leaves it."""
+    """Unset the variables ``names`` inside the block. Those that are set now are set again after it."""
     return environment({name: None for name in names if name in os.environ})
 
 

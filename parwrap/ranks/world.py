@@ -271,9 +271,7 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 def _at_least_one(environ: Mapping[str, str], name: str) -> int:
     if (value := _integer(environ, name)) < 1:
-        raise LaunchError(
-            f"{name}={value} is not a number of ranks or nodes. A launcher normally sets this variable: unset it, or correct it."
-        )
+        raise LaunchError(f"{name}={value} must be at least 1. A launcher normally sets this variable: unset it, or correct it.")
     return value
 
 

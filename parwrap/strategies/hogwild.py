@@ -228,7 +228,7 @@ class _SharedWeights:
 
         Args:
             parameters: the parameters to share, in the same order on all ranks.
-            agree: returns once all ranks are about to share the same; see :meth:`OneModel._agree`.
+            agree: called with a kind, a value and a function that makes an error; it returns once all ranks have passed equal values.
 
         Raises:
             UsageError: a parameter cannot be shared.

@@ -212,7 +212,7 @@ def test_a_collate_fn_that_was_not_made_yet_is_refused():
 @pytest.mark.parametrize(("value", "dtype"), [(0.5, torch.int64), (-1, torch.uint8)])
 def test_a_value_that_the_dtype_has_not_is_refused(value, dtype):
     with pytest.raises(
-        UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: choose another pad_value, or convert the sequences"
+        UsageError, match=rf"the samples, of {dtype}, cannot be padded with {value}: choose another pad_value, or convert the sequences"
     ):
         pad_collate(pad_value=value)([torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)])
 
@@ -226,5 +226,7 @@ def test_sequences_that_require_grad_keep_their_graph():
 
 @pytest.mark.parametrize("value", [300, float("nan"), 0.5, -1])
 def test_a_value_that_the_dtype_does_not_have_is_refused(value):
-    with pytest.raises(UsageError, match=f"sequences of torch.uint8 cannot be padded with {value}: choose another pad_value, or convert"):
+    with pytest.raises(
+        UsageError, match=f"the samples, of torch.uint8, cannot be padded with {value}: choose another pad_value, or convert"
+    ):
         pad_collate(pad_value=value)([torch.ones(2, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)])

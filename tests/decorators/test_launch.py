@@ -264,7 +264,7 @@ def test_ranks_share_gpus_over_gloo_where_there_are_too_few(monkeypatch):
     monkeypatch.setattr(launching, "_cuda_has_started", lambda: False)
     task = launching.Task(lambda: os.environ.get("PARWRAP_BACKEND"), [], dict)
 
-    with pytest.warns(UserWarning, match=r"^parwrap: 2 ranks share 1 GPU over gloo, .* With backend='gloo' it is not said\.$"):
+    with pytest.warns(UserWarning, match=r"^parwrap: 2 ranks share 1 GPU over gloo, .* Add backend='gloo' to hide this message\.$"):
         assert "gloo" == launching.run_on_ranks(task, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

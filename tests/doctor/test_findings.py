@@ -90,7 +90,7 @@ def test_a_sound_machine_has_no_problem():
             "--cpus-per-task",
         ),
         (
-            {"device_error": "local rank 2 has no GPU: the ranks of this node see only 2 (0, 1). Start fewer."},
+            {"device_error": "local rank 2 has no GPU: the ranks of this node see only 2 GPUs (0, 1). Start fewer."},
             "local rank 2 has no GPU",
             "Start fewer",
         ),

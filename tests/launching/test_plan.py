@@ -114,7 +114,7 @@ def test_ranks_share_gpus_over_gloo_where_there_are_too_few():
     assert "gloo" == shared.variables["PARWRAP_BACKEND"]
     assert shared.notice == (
         "3 ranks share 2 GPUs over gloo, because nccl needs a GPU for each. This shows what 3 ranks train, but is no faster than 2 ranks. "
-        "With --backend gloo it is not said."
+        "Add --backend gloo to hide this message."
     )
     assert ("", "") == (asked.notice, enough.notice)
     assert "PARWRAP_BACKEND" not in {**asked.variables, **enough.variables}

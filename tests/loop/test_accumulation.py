@@ -694,7 +694,7 @@ def test_a_function_that_trains_on_one_batch_in_each_call_is_told_once():
         optimizer.step()
 
     step()
-    with pytest.warns(UserWarning, match=r"step .* has one backward each time it runs, and accumulate\(4\) ends with it"):
+    with pytest.warns(UserWarning, match=r"step .* has one backward each time it runs, and accumulate\(4\) ends when it returns"):
         step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -122,7 +122,7 @@ def test_a_launcher_counts_the_instances_and_starts_no_driver(driver, monkeypatc
 def test_more_ranks_than_instances_are_refused(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-ab,MIG-cd")
 
-    with pytest.raises(LaunchError, match=r"local rank 2 has no GPU: the ranks of this node see only 2 \(MIG-ab, MIG-cd\)"):
+    with pytest.raises(LaunchError, match=r"local rank 2 has no GPU: the ranks of this node see only 2 GPUs \(MIG-ab, MIG-cd\)"):
         choose_device(rank(2, size=3), None)
 
 
@@ -202,7 +202,7 @@ def test_each_local_rank_sees_one_gpu():
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(
         LaunchError,
-        match=r"local rank 2 has no GPU: the ranks of this node see only 2 \(4, 7\)\. Start at most 2 ranks per node, or pass "
+        match=r"local rank 2 has no GPU: the ranks of this node see only 2 GPUs \(4, 7\)\. Start at most 2 ranks per node, or pass "
         r"backend='gloo' \(--backend gloo\) to share GPUs\.$",
     ):
         visible_gpu(2, ["4", "7"])
