@@ -123,8 +123,10 @@ class ReplicaFiles:
                 with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
                     if (saved := self._overlay.content(place)) is not place:
                         return os.stat(saved)  # a descriptor of rank 0 looks like a link
-            if place is not path and not follow and not is_link(place):
-                return os.stat(place) if name == "lstat" else os.readlink("/")  # fails as for any file
+            if name in ("stat", "lstat", "readlink") and place is not path and not follow and not is_link(place):
+                if name == "readlink":
+                    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+                return os.stat(place)
             dropped = () if place is path else ("dir_fd",)
             result = original(place, *args, **{key: value for key, value in kwargs.items() if key not in dropped})
             if name == "chdir":

@@ -353,13 +353,14 @@ class Overlay:
         return ahead.before[disk] or self._empty.get(disk) or self._empty.setdefault(disk, self.fresh(disk, folder=True))
 
     def _is_visible(self, disk: str) -> bool:
-        try:
-            return not self.hidden(disk, os.lstat(disk))
-        except (FileNotFoundError, NotADirectoryError):
-            if self._left_alone:
-                self._wait_for_what_runs_alone()
-                return os.path.lexists(disk)
-            return False
+        for attempt in range(2):
+            try:
+                return not self.hidden(disk, os.lstat(disk))
+            except (FileNotFoundError, NotADirectoryError):
+                if attempt or not self._left_alone:
+                    break
+                self._wait_for_what_runs_alone()  # which may make it
+        return False
 
     def _visible_names(self, folder: str) -> Iterator[str]:
         recent = os.stat(folder).st_ctime > self.since  # the time of a folder changes with its entries
