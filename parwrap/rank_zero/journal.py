@@ -46,21 +46,21 @@ def wait_for_tick(since: float) -> None:
 
 
 class Sites:
-    """Numbers the saves at each line outside of parwrap and torch. Ranks agree on them even if one rank saves more at another line."""
+    """Numbers the calls at each line outside of parwrap and torch. Ranks agree on them even if one rank calls more at another line."""
 
     def __init__(self) -> None:
-        self._saves: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def next(self) -> str:
-        """The name of the save that the running code begins."""
+        """The name of the call that the running code begins."""
         frame = sys._getframe(1)
         while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
             frame = frame.f_back
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         with self._lock:
-            self._saves[site] += 1
-            return f"{site} #{self._saves[site]}"
+            self._calls[site] += 1
+            return f"{site} #{self._calls[site]}"
 
 
 class Journal:
@@ -89,9 +89,9 @@ class Journal:
         """Record that ``folder`` is about to be moved to the path ``to``."""
         self._add("moves", folder, to)
 
-    def ran_alone(self, since: float) -> None:
-        """Record that something which only this rank runs began at the time ``since`` and ended now."""
-        self._add("ran alone", since)
+    def ran_alone(self, call: str, since: float) -> None:
+        """Record that ``call``, a name from :class:`Sites` for what only this rank runs, began at the time ``since`` and ended now."""
+        self._add("ran alone", call, since)
 
     def crossed(self) -> None:
         """Record that this rank has passed a barrier: the other ranks see what was there until now."""
@@ -150,14 +150,14 @@ class JournalReader:
     Attributes:
         saves: where to read each save.
         barriers: when the first rank passed each barrier.
-        alone: the beginning and end of what the first rank ran alone, in the order of time.
+        alone: the beginning and end of each call that the first rank ran alone.
         ended: whether the first rank writes no more.
     """
 
     def __init__(self, folder: Path) -> None:
         self.saves: dict[str, str] = {}
         self.barriers: list[float] = []
-        self.alone: list[tuple[float, float]] = []
+        self.alone: dict[str, tuple[float, float]] = {}
         self.ended = False
         self._since_barrier: defaultdict[int, Ahead] = defaultdict(Ahead)
         self._own_barriers = 0
@@ -202,7 +202,7 @@ class JournalReader:
         elif kind == "moves":
             ahead.moves(*what)
         elif kind == "ran alone":
-            self.alone.append((what[0], when))
+            self.alone[what[0]] = what[1], when
         elif kind == "crossed":
             self.barriers.append(when)
         else:

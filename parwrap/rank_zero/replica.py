@@ -41,7 +41,7 @@ class ReplicaFiles:
 
     def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
         self._overlay, self._rules, self._progress, self._stands_in = overlay, overlay.rules, progress, stands_in
-        self._sites = Sites()
+        self._sites, self._alone = Sites(), Sites()
         self._in_scratch = False  # whether the real working directory is a folder in scratch
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ReplicaFiles:
 
     def left_alone(self) -> None:
         """Record that this rank skips something that rank 0 runs alone, so that this rank sees the files which rank 0 makes there."""
-        self._overlay.leave_alone()
+        self._overlay.leave_alone(self._alone.next())
 
     def open(self, call: Opening) -> Any:
         if isinstance(call.file, int) or call.opener is not None or not self._rules.looks():

@@ -48,7 +48,7 @@ class Entry:
         place: where the content is; ``None`` if the path is gone. A folder has a folder in scratch.
         opaque: whether this folder hides a folder at the same path on the disk, for example because this folder was moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
-        left_alone: how often this rank had skipped what rank 0 runs alone before the change.
+        left_alone: how many calls that rank 0 runs alone this rank had skipped before the change.
     """
 
     kind: str
@@ -90,7 +90,9 @@ class Overlay:
         """Paths that were changed later are hidden, because rank 0 may be ahead."""
         self._running: dict[Any, float] = {}
         self._ran: list[tuple[float, float]] = []
-        self._left_alone = 0
+        self._left_alone: list[str] = []
+        self._alone: list[tuple[float, float]] = []
+        """When rank 0 ran what this rank has skipped, as far as it has waited for that. Rank 0 may have run more alone since."""
         self._empty: dict[str, str] = {}
 
     def find(self, key: str) -> str | None:
@@ -157,7 +159,7 @@ class Overlay:
         """Record a change of the path."""
         if key in self._entries:
             self._forget(key, keeps=entry.place)
-        entry.left_alone = self._left_alone
+        entry.left_alone = len(self._left_alone)
         self._entries[key] = entry
         folder, name = os.path.split(key)
         self._inside[folder].add(name)
@@ -270,10 +272,10 @@ class Overlay:
                 self._covering -= 1
                 entry.opaque, entry.origin = False, None
 
-    def leave_alone(self) -> None:
-        """Record that rank 0 runs something that this rank skips. On other nodes than rank 0's, show all that is on the disk now."""
+    def leave_alone(self, call: str) -> None:
+        """Record that rank 0 runs a ``call`` that this rank skips. On other nodes than rank 0's, show all that is on the disk now."""
         if self._with_rank_zero:
-            self._left_alone += 1
+            self._left_alone.append(call)
         else:
             self.since = time.time() + ROUNDING
 
@@ -333,7 +335,7 @@ class Overlay:
         if self._is_made_alone(when):
             return False
         if stat.S_ISDIR(found.st_mode):
-            return path in self._journal.ahead.made
+            return path in self._ahead().made
         return True
 
     def _visible(self, disk: str) -> str | None:
@@ -357,7 +359,7 @@ class Overlay:
             try:
                 return not self.hidden(disk, os.lstat(disk))
             except (FileNotFoundError, NotADirectoryError):
-                if attempt or not self._left_alone:
+                if attempt or len(self._left_alone) == len(self._alone):
                     break
                 self._wait_for_what_runs_alone()  # which may make it
         return False
@@ -387,15 +389,18 @@ class Overlay:
     def _wait_for_what_runs_alone(self) -> None:
         """Wait until rank 0 has run the code that runs on rank 0 alone and this rank has skipped: all ranks see the files made there."""
         since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
-        while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < since + self._timeout:
-            self._check_wait(since, what)
-            time.sleep(NAP)
-        self._left_alone = min(self._left_alone, len(self._journal.alone))  # so that a later call does not wait again
+        while len(self._alone) < len(self._left_alone):
+            call = self._left_alone[len(self._alone)]
+            while call not in self._journal.update().alone and not self._journal.ended and time.monotonic() < since + self._timeout:
+                self._check_wait(since, what)
+                time.sleep(NAP)
+            before = self._alone[-1] if self._alone else (-math.inf, -math.inf)
+            self._alone.append(self._journal.alone.get(call, before))
 
     def _entry_in_force(self, key: str) -> Entry | None:
         """The entry of ``key``. It is forgotten if rank 0 has since changed the path in something that it runs alone."""
         entry = self._entries.get(key)
-        if entry is None or entry.kind == FOLDER or entry.left_alone >= self._left_alone or not self.rules.in_process():
+        if entry is None or entry.kind == FOLDER or entry.left_alone == len(self._left_alone) or not self.rules.in_process():
             return entry
         self._wait_for_what_runs_alone()
         try:
@@ -408,10 +413,9 @@ class Overlay:
         return None
 
     def _is_made_alone(self, when: float, first: int = 0) -> bool:
-        """Whether rank 0 ran something alone at the time ``when``, of what it ran alone from number ``first`` on."""
-        spans = self._journal.update().alone
-        latest = bisect_right(spans, when + ROUNDING, lo=min(first, len(spans)), key=itemgetter(0)) - 1
-        return latest >= first and _is_during(when, spans[latest])
+        """Whether rank 0 ran something alone at the time ``when``, of the calls that this rank has skipped, from number ``first`` on."""
+        latest = bisect_right(self._alone, when + ROUNDING, lo=first, key=itemgetter(0)) - 1
+        return latest >= first and _is_during(when, self._alone[latest])
 
     def _below(self, folder: str) -> list[str]:
         return [key for key in list(self._entries) if is_inside(key, folder)]

@@ -171,6 +171,7 @@ class WriterFiles:
     def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
+        self._alone = Sites()
         self._said: set[Place] = set()
         self._changed: set[str] = set()
         self._shown_until = -math.inf  # what was made until then, by the clock of files, is visible for all ranks
@@ -193,11 +194,11 @@ class WriterFiles:
         """This rank runs something alone in the block: the others see the files that it makes there."""
         if self._has_changed:
             wait_for_tick(time.time())
-        since = earliest_time()
+        call, since = self._alone.next(), earliest_time()
         try:
             yield
         finally:
-            self._journal.ran_alone(since)
+            self._journal.ran_alone(call, since)
             self._shown_until, self._has_changed = time.time(), False
 
     def left_alone(self) -> None:

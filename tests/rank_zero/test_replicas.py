@@ -414,6 +414,7 @@ def test_what_rank_zero_changes_alone_replaces_what_a_rank_has_written_or_remove
 
         assert ("head rank 0", "again") == ((tmp_path / "log").read_text(), (tmp_path / "removed").read_text())
         assert ["folder", "log", "removed"] == os.listdir(tmp_path)
+        barrier()
         (tmp_path / "log").write_text("anew")
         assert "anew" == (tmp_path / "log").read_text()
 
