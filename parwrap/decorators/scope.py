@@ -150,7 +150,7 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"
     elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        problem = "is a coroutine function, whose body runs after the call has returned", "decorate a plain function"
+        problem = "is an async function, whose body runs after the call has returned", "decorate a plain function"
     elif inspect.isgeneratorfunction(function):
         problem = "is a generator function, whose body runs after the call has returned", "decorate the function that loops over it"
     elif not callable(function):

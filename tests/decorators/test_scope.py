@@ -166,7 +166,7 @@ def generator():
     ("function", "text"),
     [
         (type("Model", (), {}), r"cannot decorate Model.*: it is a class. Instead, decorate the method that trains"),
-        (coroutine, r"cannot decorate coroutine \(.*test_scope.py:\d+\): it is a coroutine function.*decorate a plain function"),
+        (coroutine, r"cannot decorate coroutine \(.*test_scope.py:\d+\): it is an async function.*decorate a plain function"),
         (generator, r"cannot decorate generator .*: it is a generator function.*decorate the function that loops over it"),
         (None, "by their names: None is neither a function nor a named option"),
         (5, r"by their names: 5 is neither a function nor a named option. Write @parwrap.scoped\(option=value\)"),
