@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +84,18 @@ def test_so_they_are_with_strategies_that_send_weights(way, ranks, tmp_path):
     assert found["difference"] == 0 < found["largest"] < float("inf")
 
 
+def free_port() -> int:
+    """A free port below those that the system gives to other sockets, of which NCCL in tests beside this one opens many."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def on_two_nodes(folder: Path, script: str) -> list[tuple[int, str, str]]:
     """How the ``script`` ends on two nodes of one rank each."""
     (folder / "train.py").write_text(script.replace("DEVICE", repr(DEVICE)))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     nodes = ("--nnodes", "2", "--node-rank", "RANK", "--master-addr", "127.0.0.1", "--master-port", str(port))
     return on_hosts(2, folder, "-m", "parwrap.run", *nodes, "--nproc-per-node", "1", "--backend", BACKEND, "train.py")
 
