@@ -156,14 +156,15 @@ def _numbers_hash(value: torch.Tensor | np.ndarray) -> int:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta:
             return 0
-        flat = value.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // SPREAD)][:SPREAD].contiguous().cpu()
-        array = some.view(torch.uint8).numpy() if some.numel() and not some.is_complex() else some.numpy()
-        return crc32(array.tobytes(), crc32(str(flat.shape).encode()))
+        value = value.detach()
+        spread = torch.arange(0, value.numel(), max(1, value.numel() // SPREAD), device=value.device)[:SPREAD]
+        some = (value.reshape(-1)[spread] if value.is_contiguous() else value[torch.unravel_index(spread, value.shape)]).cpu()
+        array = some.view(torch.uint8).numpy() if some.numel() and not some.is_complex() else some.resolve_conj().resolve_neg().numpy()
+        return crc32(array.tobytes(), crc32(str(value.numel()).encode()))
     if value.dtype.hasobject:
         return 0
-    numbers = value.ravel()
-    return crc32(numbers[:: max(1, len(numbers) // SPREAD)][:SPREAD].tobytes(), crc32(str(value.shape).encode()))
+    step = max(1, value.size // SPREAD)
+    return crc32(value.flat[: SPREAD * step : step].tobytes(), crc32(str(value.shape).encode()))  # copies no more of a view of a large file
 
 
 def _length(dataset: Any) -> int:

@@ -452,7 +452,7 @@ class UniformLength(Interceptor):
         copy = self._copies.get(loader)
         if copy is None:
             copy = self._copies[loader] = copied_with(loader)
-            marked_like(copy, loader)
+        marked_like(copy, loader)
         only_shuffled = _is_only_shuffled(loader)
         lengths = self._lengths.of(loader) if only_shuffled else None
         others: dict[str, Any] = {ITERATOR: kept_iterator(copy)}

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -130,10 +131,9 @@ def is_replicated(loader: DataLoader) -> bool:
 
 
 def marked_like(copy: DataLoader, loader: DataLoader) -> None:
-    """Mark ``copy`` as sharded or replicated if ``loader`` is."""
+    """Mark ``copy`` as sharded or replicated if ``loader`` is, and only then."""
     for marked in (_sharded, _replicated):
-        if loader in marked:
-            marked.add(copy)
+        (marked.add if loader in marked else marked.discard)(copy)
 
 
 @dataclass(eq=False)
@@ -354,7 +354,10 @@ class Loaders(Sources, Interceptor):
         if together:
             batches = SplitBatches(batches, rank, size)
         share = copied_with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": batches})
-        return share, getattr(batches, "weights", None)
+        weights = getattr(batches, "weights", None)
+        if weights is not None:
+            vars(share)["in_order"] = True  # weights come in the order in which batches are drawn
+        return share, weights
 
     def _refuse_global(self, loader: DataLoader, sampler: Any) -> None:
         """Refuse to divide each batch of a sampler that has divided the dataset already."""
@@ -523,7 +526,7 @@ class _Iteration(PassIterator):
 
     def __len__(self) -> int:
         loader = self._weakly()
-        return 0 if loader is None else len(loader)
+        return length_hint(self.batches, 0) if loader is None else len(loader)
 
 
 @contextmanager

@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+DEEPEST = 20
+"""How many levels of a batch to look into for the number of its samples."""
+
 STATEFUL = "torchdata.stateful_dataloader.sampler.RandomSampler"
 """The sampler of torchdata's shuffled loaders, which is like torch's."""
 
@@ -119,7 +122,7 @@ class SplitBatches:
             whole = list(batch)
             mine = block(len(whole), self.rank, self.size)
             part = whole[mine.start : mine.stop]
-            self.weights.append(len(part) * self.size / len(whole))
+            self.weights.append(len(part) * self.size / (len(whole) or 1))
             yield part or whole[:1]
 
     def __len__(self) -> int:
@@ -150,13 +153,15 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
     """The number of batches that each of ``size`` ranks gets from a loader with ``whole`` batches."""
     if loader.batch_size is None or not (isinstance(loader.dataset, IterableDataset) or is_plain(loader)):
         return _in_rounds(whole, size, uneven)
-    samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    samples, parts = len(loader.dataset), 1  # type: ignore[arg-type]
     if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:  # which divide the stream, as torch asks of it
-        parts = [len(range(worker, samples, loader.num_workers)) for worker in range(loader.num_workers)]
-        return sum(len(BatchSampler(range(_in_rounds(part, size, uneven)), batch_size, loader.drop_last)) for part in parts)
+        parts = loader.num_workers
+    batch_size, own = loader.batch_size, [len(range(part, samples, parts)) for part in range(parts)]
     if uneven == "join":
-        return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
-    return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
+        batch_size *= size
+    else:
+        own = [_in_rounds(each, size, uneven) for each in own]
+    return sum(len(BatchSampler(range(each), batch_size, loader.drop_last)) for each in own)
 
 
 def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str) -> None:
@@ -204,7 +209,9 @@ def samples_in(batch: Any) -> int:
     >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
     3
     """
-    while not isinstance(batch, torch.Tensor):
+    for _ in range(DEEPEST):  # an attribute may lead back to its object
+        if isinstance(batch, torch.Tensor):
+            return batch.shape[0] if batch.dim() else 1
         if isinstance(batch, (tuple, list)):
             if not batch or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
                 return len(batch)
@@ -215,7 +222,7 @@ def samples_in(batch: Any) -> int:
             return len(batch) if isinstance(batch, Sized) else 1
         else:
             batch = next(iter(vars(batch).values()))
-    return batch.shape[0] if batch.dim() else 1
+    return 1
 
 
 def divides_itself(sampler: Any, rank: int, size: int) -> bool:

@@ -113,7 +113,7 @@ class Sources:
 
 
 class PassIterator:
-    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped.
+    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted or dropped.
 
     Attributes:
         place: the line that reads it.
@@ -165,8 +165,12 @@ class PassIterator:
     def _read(self) -> Any:
         try:
             return next(self.batches)  # type: ignore[arg-type]
-        except BaseException as error:
-            self.finish(exhausted=isinstance(error, StopIteration))
+        except StopIteration:
+            self.finish(exhausted=True)
+            raise
+        except BaseException:  # the script may go on with the next batch
+            if self.opened is not None and self.opened.weights:
+                self.opened.weights.popleft()
             raise
 
     def finish(self, exhausted: bool) -> None:

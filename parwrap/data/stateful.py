@@ -5,6 +5,7 @@ All ranks read the same number of batches, so rank 0's state, which is the one i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -44,7 +45,11 @@ def forwarded_states(
         resume: called with a loader, and the seed and the state of its generator that were saved.
     """
 
+    loaded: weakref.WeakKeyDictionary[DataLoader, dict[str, Any]] = weakref.WeakKeyDictionary()
+
     def state_dict(wrapped: Callable, loader: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+        if loader in loaded and loader.next_iter_state is not None:  # no pass has begun since
+            return {**loaded[loader]}
         now = reading(loader)
         if now.copy is None or now.copy is loader:
             return wrapped(*args, **kwargs)
@@ -54,6 +59,7 @@ def forwarded_states(
     def load_state_dict(wrapped: Callable, loader: Any, args: tuple, kwargs: dict) -> None:
         state = args[0] if args else kwargs["state_dict"]
         wrapped({key: value for key, value in state.items() if key != KEY})
+        loaded[loader] = {**state}
         if KEY in state:
             resume(loader, state[KEY]["seed"], state[KEY]["generator"])
 

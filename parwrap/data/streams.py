@@ -118,7 +118,7 @@ class CollatePart(NamedTuple):
     def __call__(self, samples: list[Any]) -> Part:
         mine = block(len(samples), self.rank, self.size)
         part = samples[mine.start : mine.stop]
-        return Part(len(part) * self.size / len(samples), self.collate(part or samples[:1]))
+        return Part(len(part) * self.size / (len(samples) or 1), self.collate(part or samples[:1]))
 
 
 def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from parwrap.decorators.distributed import open_passes, trains_apart
+from parwrap.decorators.distributed import open_loop, open_passes, trains_apart
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.loop.losses import leading_sizes
+from parwrap.loop.passes import loss_factor
 from parwrap.norm.exchange import Statistics, statistics_of
 from parwrap.ranks.agreement import agree_on, home
 from parwrap.ranks.collectives import group_for, reduce_sum
@@ -87,11 +88,12 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         )
     if is_alone() or trains_apart() or _reads_whole():
         return loss_sum * (1 / number if number else 0.0)
-    passes, weight = open_passes(), 1.0
-    if passes is not None and passes.in_weighted_batch:  # the strategy multiplies the loss by it
-        weight = passes.batch(lambda: leading_sizes([loss_sum])).weight
-    total = reduce_sum(number if weight else 0.0)
-    return loss_sum * (world_size() / total / weight if total and weight else 0.0)
+    loop, scale = open_loop(), 1.0
+    if loop is not None and loop.passes.in_weighted_batch:  # the strategy multiplies the loss by it
+        weight = loop.passes.batch(lambda: leading_sizes([loss_sum])).weight
+        scale = weight * loss_factor(weight, world_size(), loop.options())
+    total = reduce_sum(number if scale else 0.0)
+    return loss_sum * (world_size() / total / scale if total and scale else 0.0)
 
 
 def _reads_whole() -> bool:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -253,10 +254,14 @@ def _moved(interceptor: Interceptor) -> Patches:
     """Patch ``_apply``, which every cast and move of a module calls."""
 
     def begin(module: nn.Module) -> Callable[[], None]:
-        before = _kinds(module)
-        return lambda: interceptor.moved(module) if before != _kinds(module) else None
+        before = _layouts(module)
+        return lambda: interceptor.moved(module) if before != _layouts(module) else None
 
     return [Patch(nn.Module, APPLY, _outermost(begin))]
+
+
+def _layouts(module: nn.Module) -> list[tuple[torch.dtype, torch.device, tuple[int, ...]]]:
+    return [(p.dtype, p.device, () if is_lazy(p) or p.layout != torch.strided else p.stride()) for p in module.parameters()]
 
 
 def _kinds(module: nn.Module) -> list[tuple[torch.dtype, torch.device]]:

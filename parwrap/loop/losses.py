@@ -102,11 +102,13 @@ class Losses(Interceptor):
     """The scalar that a backward is called on, to send it with the gradients and to write the mean over ranks into it."""
 
     def __init__(self) -> None:
-        self._scaled: _Scaled | None = None
+        self._scaled: dict[int, _Scaled] = {}
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
-        if isinstance(loss, torch.Tensor):
-            self._scaled = _Scaled(weakref.ref(result), weakref.ref(loss), scale)
+        self._scaled = {number: each for number, each in self._scaled.items() if each.result() is not None}
+        for one, scaled in zip(loss, result, strict=True) if isinstance(loss, (list, tuple)) else [(loss, result)]:
+            if isinstance(one, torch.Tensor):
+                self._scaled[id(scaled)] = _Scaled(weakref.ref(scaled), weakref.ref(one), scale)
 
     def root(self, call: Backward) -> torch.Tensor | None:
         """The one scalar that the script has called backward on; ``None`` for several tensors, or if the script passes a gradient."""
@@ -125,7 +127,7 @@ class Losses(Interceptor):
             return
         if view_base(root) is None:
             root.data.fill_(mean)
-        scaled = self._scaled
+        scaled = self._scaled.get(id(root))
         loss = scaled.loss() if scaled is not None and scaled.result() is root else None
         if scaled is not None and loss is not None and loss is not root and loss.grad_fn is not None and view_base(loss) is None:
             loss.data.copy_((mean / scaled.scale.to(loss.device)).reshape(loss.shape))

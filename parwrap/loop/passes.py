@@ -21,6 +21,9 @@ from parwrap.places import Place, script_place
 
 __all__ = ["DIGITS", "Batch", "Pass", "Passes", "loss_factor"]
 
+MOST_IN_FLIGHT = 3
+"""The number of batches to remember of a loop that trains on each batch before it draws the next one."""
+
 DIGITS = 251
 """Digits of data are below this prime; so are their sums, which are taken modulo it."""
 
@@ -68,7 +71,7 @@ class Pass:
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         refuses_backward: whether a backward in it is an error, because the loader trained on shares before.
-        in_flight: the last three batches drawn, if batches have weights.
+        in_flight: the last batches drawn, if batches have weights: three, or all that the loop has not trained on.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
     """
@@ -88,7 +91,7 @@ class Pass:
     exhausted: bool = False
     repeats: bool = False
     refuses_backward: bool = False
-    in_flight: deque[Batch] = field(default_factory=lambda: deque(maxlen=3))
+    in_flight: deque[Batch] = field(default_factory=deque)
     ahead: bool = False
     untrained: int = 0
     _trained: bool = True
@@ -102,6 +105,8 @@ class Pass:
         if self.weights is not None:
             self.ahead = self.ahead or self.untrained > 1
             self.in_flight.append(Batch(samples, self.weights.popleft()))
+            while len(self.in_flight) > max(MOST_IN_FLIGHT, self.untrained):
+                self.in_flight.popleft()
 
     def ran_backward(self) -> None:
         """A backward ran while this pass was the innermost training pass."""
@@ -268,7 +273,7 @@ class Passes:
         others = [each for each in self._open if each.trains and each is not training and each.in_flight]
         if others and len({newest.weight, *(each.in_flight[-1].weight for each in others)}) > 1:
             return self._batch_of_loaders(training, others, set(sizes()))
-        batches = list(training.in_flight)
+        batches = list(dict.fromkeys(training.in_flight))
         if not training.ahead or len({batch.weight for batch in batches}) == 1:
             return newest
         seen = set(sizes())
@@ -276,10 +281,10 @@ class Passes:
         if len(found) == 1:
             return found.pop()
         raise UsageError(
-            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn several batches ahead "
+            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn several batches ahead, or skipped some "
             f"({', '.join(str(batch.samples) for batch in batches)} samples). Their weights differ, and parwrap cannot tell which batch "
-            "this loss belongs to. Call backward before the next batch is drawn, or choose a batch size that divides the dataset and that "
-            "the number of ranks divides."
+            "this loss belongs to. Call backward on each batch before the next one is drawn, or choose a batch size that divides the "
+            "dataset and that the number of ranks divides."
         )
 
     def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:

@@ -135,8 +135,8 @@ class Buffers:
         for alike in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
             same = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == alike]
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            with self._group.control_message(kind):
-                dist.broadcast(flat, 0)
+            with self._group.control_message(f"{kind} ({flat.numel()} numbers)"):
+                dist.broadcast(flat.view(torch.uint8), 0)  # gloo does not send every dtype
             if self._group.world.rank:
                 for tensor, sent in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                     _write(tensor.data, sent.view(tensor.shape))

@@ -45,7 +45,7 @@ class Site:
         parameters: the set of parameters whose gradients this line averages.
         averager: averages these gradients; ``None`` if the set is empty.
         generation: the optimizers' generation when the set was found.
-        frozen: parameters of the same optimizers that were frozen when the set was found.
+        frozen: the parameters of all optimizers that were frozen when the set was found.
         then_average: whether gradients are averaged after the backward, because it runs other backwards inside it.
         place: the line.
         shown: the line as errors show it.
@@ -121,11 +121,13 @@ class Sites:
         """If something else averages ``parameter``, return a function that says whether a backward has reached it; else ``None``."""
 
     def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return the set of parameters of ``call``, and the frozen parameters of the same optimizers."""
+        """Return the set of parameters of ``call``, and the frozen parameters of all optimizers: once they train, they may be reached."""
         optimizers = self._loop.optimizers
         leaves = [leaf for leaf in self.leaves(call) if leaf.requires_grad]
         if "inputs" in call.options:
-            return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not optimizers.of_batch(leaf)], ()
+            owners = optimizers.owners()
+            owned = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in owners]
+            return [leaf for leaf in owned if not optimizers.of_batch(leaf)], ()
         owners = optimizers.owners()
         chosen = {id(owners[id(leaf)]) for leaf in leaves if id(leaf) in owners}
         if not chosen and reenters(call.tensors):  # all of it is inside a checkpoint, which hides its leaves
@@ -142,7 +144,7 @@ class Sites:
             self._note_bare(leaf for leaf in others if not isinstance(leaf, nn.Parameter))
             others = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
         found = {id(p): p for p in (*(p for p in owned if p.requires_grad), *others) if p.is_floating_point() or p.is_complex()}
-        return list(found.values()), tuple(p for p in owned if not p.requires_grad)
+        return list(found.values()), tuple(p for optimizer in optimizers.all() for p in parameters_of(optimizer) if not p.requires_grad)
 
     def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
         """Make the averager of a new set, once all ranks agree on the set and have equal weights.

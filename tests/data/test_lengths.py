@@ -316,6 +316,10 @@ def test_a_copy_of_a_loader_keeps_what_a_subclass_has():
     assert isinstance(loader.sampler, SequentialSampler)
 
 
+itself = SimpleNamespace()
+itself.root = itself
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
@@ -330,6 +334,7 @@ def test_a_copy_of_a_loader_keeps_what_a_subclass_has():
         (None, 1),
         ([{"x": torch.zeros(4)}], 4),
         (SimpleNamespace(x=torch.zeros(4, 2), y=torch.zeros(4)), 4),
+        (itself, 1),
     ],
 )
 def test_the_number_of_samples_in_a_batch(batch, expected):

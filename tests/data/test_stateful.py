@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -56,6 +58,28 @@ def test_the_state_of_an_exhausted_pass_is_followed_by_the_next_order():
         torch.set_rng_state(drawn)
 
         assert expected == training.train(resumed)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("saves_again", [False, True])
+def test_a_state_that_was_loaded_can_be_saved_before_it_is_read(saves_again):
+    with parwrap.distributed(seed=1):
+        training, first = Training(), loader(shuffle=True)
+        rest = []
+        for index, batch in enumerate(first):
+            training.step()
+            if index == 1:
+                state = copy.deepcopy(first.state_dict())
+            rest += samples(batch) if index > 1 else []
+        torch.manual_seed(9)
+        resumed = loader(shuffle=True)
+        resumed.load_state_dict(state)
+        again = resumed.state_dict()
+        if saves_again:
+            resumed = loader(shuffle=True)
+            resumed.load_state_dict(again)
+
+        assert rest == training.train(resumed)
 
 
 @pytest.mark.ranks(2)

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 import parwrap
 from drawn_order import DrawnOrder
@@ -824,3 +824,51 @@ def test_a_generator_that_delegates_to_a_loader_can_be_closed():
         batches.close()
 
     assert (share() * 2)[:6] == seen
+
+
+class Corrupt(Dataset):
+    """Of ten numbers, the third and the fourth cannot be read."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index in (2, 3):
+            raise ValueError("corrupt")
+        return float(index)
+
+
+def read_what_can_be(loader, each=lambda batch: None):
+    seen, batches = [], iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return seen
+        except ValueError:
+            continue
+        each(batch)
+        seen += batch.tolist()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_pass_goes_on_after_a_batch_that_cannot_be_read(batch):
+    with parwrap.distributed(batch=batch):
+        training, loader = Training(), DataLoader(Corrupt(), batch_size=2)
+        mine = read_what_can_be(loader, training.step)
+        training.model.eval()
+        with torch.no_grad():
+            whole = read_what_can_be(loader)
+
+    assert [0.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0] == whole
+    assert {"per_rank": [[4, 6, 8], [5, 7, 9]], "global": [[0, 4, 6, 8], [1, 5, 7, 9]]}[batch][parwrap.rank()] == mine
+
+
+@pytest.mark.ranks(2)
+def test_the_length_of_a_pass_is_known_when_nothing_else_holds_its_loader():
+    with parwrap.distributed():
+        training, batches = Training(), iter(DataLoader(range(12), batch_size=2, shuffle=True))
+        training.step(next(batches))
+
+        assert 3 == len(batches)

@@ -54,10 +54,11 @@ def test_ranks_that_hold_different_numbers_of_tokens(size):
 
 
 @pytest.mark.ranks(2)
-def test_split_batches_have_weights_of_their_own():
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_split_batches_have_weights_of_their_own(loss):
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    @parwrap.distributed(batch="global")
+    @parwrap.distributed(batch="global", loss=loss)
     def train():
         w = weight()
         optimizer = torch.optim.SGD([w], lr=0.5)

@@ -144,6 +144,20 @@ def test_a_loss_that_a_scaler_has_multiplied_gets_the_mean_too():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_so_does_each_of_several_that_it_has_multiplied(at_once):
+    def change(loss, model, optimizer):
+        scaler, losses = torch.amp.GradScaler("cpu", init_scale=8.0), [loss, loss * 2]
+        scaled = scaler.scale(losses) if at_once else [scaler.scale(each) for each in losses]
+        for each, graph in zip(scaled[::-1], (True, False), strict=True):
+            each.backward(retain_graph=graph)
+        return loss.item()
+
+    with parwrap.distributed():
+        assert 2.0 == scope(change)[1]
+
+
+@pytest.mark.ranks(2)
 def test_float64_losses_keep_their_digits():
     def change(loss, model, optimizer):
         precise = loss.double() + 1e-12 * (1 + parwrap.rank())

@@ -175,6 +175,57 @@ def test_a_frozen_parameter_takes_no_part_and_joins_when_it_is_thawed():
 
 
 @pytest.mark.ranks(2)
+def test_a_frozen_parameter_of_another_optimizer_joins_when_it_is_thawed():
+    def run():
+        first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (first, second)]
+        for frozen in (True, False):
+            first.requires_grad_(not frozen)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (second(first(torch.ones(1, 3))).sum() * scale()).backward()
+        return first.weight.grad
+
+    grads = parwrap.gather(distributed(run))
+
+    assert grads[0].abs().sum() > 0
+    assert torch.equal(*grads)
+
+
+@pytest.mark.ranks(2)
+def test_a_bare_tensor_of_an_optimizer_that_backward_names_is_averaged():
+    def run():
+        values = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([values], lr=0.0)
+        (values.sum() * (1 + parwrap.rank())).backward(inputs=[values])
+        optimizer.step()
+        return values.grad.tolist()
+
+    assert [1.5] * 3 == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_whose_memory_format_changes_have_their_gradients():
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(parwrap.rank()))
+
+    def run():
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        grads = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            model.to(memory_format=layout)
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            grads.append(model.weight.grad.contiguous())
+        return grads
+
+    contiguous, channels_last = distributed(run)
+
+    torch.testing.assert_close(contiguous, channels_last)
+
+
+@pytest.mark.ranks(2)
 def test_hooks_of_a_parameter_without_a_gradient_are_not_called():
     def forward(model):
         model[1].weight.register_hook(lambda grad: grad * 2)

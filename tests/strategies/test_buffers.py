@@ -109,6 +109,8 @@ LAYOUTS = {
     "expanded in part": lambda number: torch.full((2, 1), number).expand(2, 3).t(),
     "scalar": lambda number: torch.full((), int(number), dtype=torch.int64),
     "transposed": lambda number: torch.full((2, 3), number).t(),
+    "of a small dtype": lambda number: torch.full((3,), int(number), dtype=torch.int16),
+    "complex": lambda number: torch.full((3,), number * 1j),
 }
 
 
