@@ -58,7 +58,7 @@ class explain(ScopeDecorator):
             raise UsageError(f"report={report!r} is not the path of a file.")
         if report is not None and not os.path.isdir(os.path.dirname(report) or "."):
             raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
-        self._report = report
+        self._report = None if report is None else os.path.abspath(report)  # the script may change the directory
 
     @contextmanager
     def scope(self, call: Call) -> Iterator[None]:

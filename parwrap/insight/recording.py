@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -175,7 +176,8 @@ def recorded(settings: Settings) -> Iterator[None]:
         if world_size() == 1:
             interceptors.append(RandomStreams(0))  # generators without a seed get one, as on ranks
             seed_all(settings.seed)
-            folder = around.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-"))
+            folder = tempfile.mkdtemp(prefix="parwrap-")  # a TemporaryDirectory is removed by the exit handlers that run in this scope
+            around.callback(shutil.rmtree, folder, ignore_errors=True)
             around.enter_context(files_in_scratch(Path(folder)))
         around.enter_context(nullcontext() if settings.timed else _sums_in_one_order())
         around.enter_context(intercepting(interceptors, "__main__"))

@@ -194,9 +194,12 @@ class Recorder(contextlib.AbstractContextManager):
             if isinstance(error, KeyboardInterrupt):  # also of another rank, whose connection may have closed first
                 error.__suppress_context__ = True
         with io.StringIO() as text, contextlib.redirect_stderr(text):
-            try:
-                sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-            except Exception:  # the script's hook fails
+            with contextlib.suppress(SystemExit):  # a hook may exit
+                try:
+                    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+                except Exception:  # the script's hook fails
+                    text.seek(text.truncate(0))
+            if not text.getvalue():  # or writes to a log
                 print_exception(type(error), error, traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
 

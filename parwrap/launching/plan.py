@@ -409,7 +409,8 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
 def _option_after_script(script: Script) -> str:
     """The notice that an option such as ``--nnodes`` comes after the script, so that the script receives it; empty if none does."""
     given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
-    if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
+    source = Path(script.target).read_text(errors="replace") if script.kind == "file" and Path(script.target).is_file() else ""
+    if not given or "nproc" in source:
         return ""  # a script with such an option is a launcher itself
     return (
         f"1 rank runs: {given[0]} follows {script.target}, so it is an option of the script. To start several ranks, put it before "

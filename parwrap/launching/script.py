@@ -171,7 +171,7 @@ def _run_file(path: str) -> None:
     vars(main).update(__builtins__=builtins, __cached__=None)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second name is that of its classes in spawned processes
     exec(loader.source_to_code(loader.get_data(main.__file__), main.__file__), vars(main))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
@@ -58,7 +59,7 @@ def output_of(rank: int, log: str | None = None, heard: bool = False) -> Iterato
         output = Output() if rank == 0 or heard else stack.enter_context(_silent(log or os.devnull))
         if rank > 0:
             stack.enter_context(trackers_silent())
-        stack.enter_context(installed([_print_patch(output)]))
+        stack.enter_context(installed([_print_patch(output), _thread_patch(output)]))
         yield output
 
 
@@ -71,6 +72,16 @@ def _print_patch(output: Output) -> Patch:
         wrapped(*args, **({**kwargs, "file": stream, "flush": True} if stream else kwargs))
 
     return Patch(builtins, "print", speak)
+
+
+def _thread_patch(output: Output) -> Patch:
+    """A patch that shows the error of a thread, also on a silent rank."""
+
+    def show(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        with redirect_stderr(output.errors):
+            wrapped(*args, **kwargs)
+
+    return Patch(threading, "excepthook", show)
 
 
 @contextmanager

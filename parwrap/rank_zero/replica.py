@@ -51,8 +51,8 @@ class ReplicaFiles:
             if self._stands_in is not None:
                 self._stands_in.close()
             self._progress.close()
-            if self._overlay.owns(os.getcwd()):
-                with suppress(OSError):
+            with suppress(OSError):  # the directory was removed
+                if self._overlay.owns(os.getcwd()):
                     os.chdir(self._overlay.working_directory(os.getcwd()))
             self._overlay.close()
 
@@ -123,8 +123,8 @@ class ReplicaFiles:
                 with suppress(RankMismatchError, FileNotFoundError), passing():  # rank 0 may have replaced the checkpoint since
                     if (saved := self._overlay.content(place)) is not place:
                         return os.stat(saved)  # a descriptor of rank 0 looks like a link
-            if name in ("stat", "lstat", "readlink") and place is not path and not follow and not is_link(place):
-                if name == "readlink":
+            if name in ("stat", "lstat", "readlink") and place is not path and not follow and place.startswith("/proc/"):
+                if name == "readlink":  # a descriptor of rank 0 looks like a link
                     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
                 return os.stat(place)
             dropped = () if place is path else ("dir_fd",)

@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -174,13 +175,17 @@ class WriterFiles:
         self._alone = Sites()
         self._said: set[Place] = set()
         self._changed: set[str] = set()
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self._shown_until = -math.inf  # what was made until then, by the clock of files, is visible for all ranks
         self._has_changed = False  # since then
 
     def close(self) -> None:
-        """Let all calls run unchanged from now on."""
+        """Let all calls run unchanged from now on, and write what the script has left in open files: the process may end without that."""
         self._rules.open = False
         with passing():
+            for stream in list(self._streams):
+                with suppress(OSError, ValueError):  # it is closed
+                    stream.flush()
             self._kept.close()
             self._progress.close()
 
@@ -205,9 +210,12 @@ class WriterFiles:
         """Do nothing while another rank runs something alone."""
 
     def open(self, call: Opening) -> Any:
-        if call.writes and call.opener is None:
-            self._changes(call.file, in_place=True)
-        return call.run()
+        if not call.writes or call.opener is not None:
+            return call.run()
+        self._changes(call.file, in_place=True)
+        stream = call.run()
+        self._streams.add(stream)
+        return stream
 
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & WRITING:
