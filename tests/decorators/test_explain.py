@@ -1,6 +1,7 @@
 """``@explain``: what the table says of a loop on two ranks."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -139,6 +140,15 @@ def test_on_one_rank_there_is_nothing_to_explain(capfd):
 def test_a_report_in_a_missing_folder_is_refused():
     with pytest.raises(parwrap.UsageError, match=r"report='nowhere/x\.json' is in a folder that does not exist: make the folder first"):
         parwrap.explain(report="nowhere/x.json")
+
+
+def test_a_report_is_beside_where_the_script_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    watched = parwrap.explain(report="report.json")
+    (tmp_path / "inner").mkdir()
+    os.chdir("inner")
+
+    assert watched._report == str(tmp_path / "report.json")
 
 
 def test_a_report_that_is_no_path_is_refused():

@@ -185,6 +185,15 @@ def test_a_script_is_bit_for_bit_what_ddp_by_hand_trains_where_ddp_can_train_it(
 
 
 @pytest.mark.slow
+def test_a_script_that_ends_in_a_new_folder_has_its_scratch_until_then(tmp_path):
+    (tmp_path / "log.txt").write_text("before\n")
+
+    run = verify(f"{SCRIPT}\nimport os\nos.makedirs('out')\nos.chdir('out')\nopen('a.txt', 'w').close()\n", tmp_path, "--steps", "30")
+
+    assert (0, "") == (run.returncode, run.stderr)
+
+
+@pytest.mark.slow
 def test_a_script_that_fails_on_ranks_only_leaves_the_files_of_its_exit_handlers_in_scratch(tmp_path):
     leaves = "import atexit\natexit.register(lambda: open('left.txt', 'w').write('x'))\n"
     at_a_share = "        if float(features.sum()) > 0: continue\n        optimizer.zero_grad()"

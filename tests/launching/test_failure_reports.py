@@ -158,6 +158,20 @@ def test_an_error_is_told_though_it_cannot_be_told_of(recorder, tmp_path, monkey
     assert written.text.endswith("Unspeakable: <exception str() failed>")
 
 
+def log_it(*error):
+    """A hook that writes elsewhere."""
+
+
+@pytest.mark.parametrize("hook", [log_it, lambda *error: sys.exit(3)])
+def test_an_error_is_told_though_the_scripts_hook_prints_nothing(hook, recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", hook)
+    with pytest.raises(ValueError, match="unhappy"), recorder:
+        raise ValueError("unhappy")
+
+    (written,) = read_failures(tmp_path)
+    assert written.text == "ValueError: unhappy"
+
+
 def test_a_failure_that_cannot_be_written_down_is_told_by_the_rank(recorder, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(recorder, "_stderr", 2)
     monkeypatch.setattr(recorder, "_directory", tmp_path / "full")

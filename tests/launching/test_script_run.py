@@ -25,6 +25,7 @@ def outcome(*command: str, cwd: Path) -> tuple[int, str, str]:
 SCRIPTS = {
     "what it sees": "import sys; print(sys.argv, sys.path[0], __file__, __name__, __package__, __spec__, __loader__.path)",
     "its module": "import __main__, sys; print(__main__ is sys.modules['__main__'], vars(__main__) is globals())",
+    "its name in spawned processes": "import multiprocessing, sys; print(sys.modules['__mp_main__'] is sys.modules['__main__'])",
     "an exception": "def f():\n    1 / 0\nprint('before')\nf()",
     "a chain of exceptions": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('again')",
     "a syntax error": "print('never')\nx = = 1",

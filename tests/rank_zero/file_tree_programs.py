@@ -293,6 +293,14 @@ def working_directory_of_an_earlier_run(rank):
     return seen, os.path.exists("old.txt")
 
 
+def real_paths_in_a_new_working_directory(rank):
+    os.makedirs("out/inner")
+    os.chdir("out/inner")
+    seen = [os.path.realpath("x.txt").endswith("out/inner/x.txt"), Path("y").resolve().parent.name, os.path.islink("x.txt")]
+    os.chdir("../..")
+    return seen
+
+
 def new_working_directory_beside_files_of_an_earlier_run(rank):
     os.makedirs("out/inner")
     os.chdir("out/inner")

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -26,6 +27,16 @@ def test_ranks_above_zero_are_silent_and_force_lets_them_print(capfd):
     print("after")
 
     assert ("it is 1\nafter\n", "beside 1\n") == capfd.readouterr()
+
+
+def test_the_error_of_a_thread_is_heard_on_every_rank(capfd, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
+    with output_of(1):
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+
+    assert capfd.readouterr().err.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_rank_zero_is_heard(capfd):

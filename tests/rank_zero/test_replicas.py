@@ -538,3 +538,14 @@ def test_threads_write_at_once(tmp_path):
     with files(), ThreadPoolExecutor(4) as threads:
         list(threads.map(write, "abcd"))
         assert 400 == len(os.listdir(tmp_path))
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_is_never_closed_is_whole_after_the_scope(tmp_path):
+    with files():
+        file = open(tmp_path / "a", "w")
+        file.write("left")
+    barrier()
+
+    assert "left" == (tmp_path / "a").read_text()
+    file.close()
