@@ -28,7 +28,7 @@ from parwrap.decorators.inventory import found, named, reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted, explain
 from parwrap.inline.launching import number_of_ranks, run_on_ranks
-from parwrap.inline.rank_process import Task, report_failure
+from parwrap.inline.rank_process import Task, forks_of_started_rank_end_here, report_failure
 from parwrap.inline.remote_exception import RemoteTraceback
 from parwrap.inline.returned import KINDS
 from parwrap.intercept.dali import intercepting_pipelines
@@ -408,7 +408,7 @@ class _Scope(Interceptor):
             self._undo.enter_context(intercepting(self._reading, module))
             self._undo.push(self._leave)
             try:
-                with explained():
+                with explained(), forks_of_started_rank_end_here():
                     yield
             except BaseException as error:
                 report_failure(error)

@@ -12,7 +12,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -26,10 +26,10 @@ from parwrap.inline.notebook import redirect_output, show_in_notebook
 from parwrap.inline.remote_exception import RemoteException
 from parwrap.inline.returned import CallersObjects, contents, differing
 from parwrap.places import is_ours
-from parwrap.ranks.processes import die_with_parent
+from parwrap.ranks.processes import die_with_parent, forks_end_here
 from parwrap.ranks.stdin import refuse_stdin
 
-__all__ = ["ENDING", "MESSAGE", "End", "Job", "Task", "end_file", "failure_file", "report_failure", "run"]
+__all__ = ["ENDING", "MESSAGE", "End", "Job", "Task", "end_file", "failure_file", "forks_of_started_rank_end_here", "report_failure", "run"]
 
 MESSAGE = struct.Struct("d")
 """The format of a message to the caller: the time of a failure, or 0 at the end."""
@@ -143,6 +143,11 @@ def report_failure(error: BaseException) -> None:
     """
     if _reports is not None and not (isinstance(error, SystemExit) and not error.code):
         _reports.failure(error)
+
+
+def forks_of_started_rank_end_here() -> AbstractContextManager[None]:
+    """In a started rank, :func:`forks_end_here` for its function: nothing after the function is a forked process's."""
+    return nullcontext() if _reports is None else forks_end_here()
 
 
 def run(job: Job) -> None:

@@ -33,7 +33,7 @@ from parwrap.launching.output import ALL_RANKS, LOG, Pipes
 from parwrap.launching.plan import Script
 from parwrap.launching.signals import Terminated, note_signals, raise_on_sigterm, terminate
 from parwrap.ranks.platform import WINDOWS, known_signals
-from parwrap.ranks.processes import die_with_parent
+from parwrap.ranks.processes import die_with_parent, forks_end_here
 from parwrap.ranks.stdin import refuse_stdin
 from parwrap.ranks.world import INIT_METHOD
 
@@ -125,7 +125,7 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
     # save the failure before the scope closes, because leaving the process group may end the other ranks
-    with _scope(script), ending, recorder, _explained(script):
+    with _scope(script), ending, recorder, _explained(script), forks_end_here():
         run_target(script.kind, script.target)
 
 

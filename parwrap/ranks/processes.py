@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -9,9 +10,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
+from typing import NoReturn
 
-__all__ = ["die_with_parent", "how_ended", "signal_name"]
+__all__ = ["die_with_parent", "forks_end_here", "how_ended", "signal_name"]
 
 LOOK = 0.5
 """Seconds between two looks for the parent process."""
@@ -30,6 +34,36 @@ def die_with_parent(parent: int | None = None) -> None:
         threading.Thread(target=_end_after, args=(multiprocessing.parent_process(), os.getppid()), daemon=True).start()
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+@contextmanager
+def forks_end_here() -> Iterator[None]:
+    """End a process that the code in the block has forked where it leaves the block, as plain Python does: what follows is the rank's."""
+    process = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        _end_fork(error)
+    if os.getpid() != process:
+        _end_fork(None)
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or None
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def _end_after(starter: BaseProcess | None, parent: int) -> None:

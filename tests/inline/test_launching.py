@@ -237,6 +237,17 @@ def test_a_system_without_descriptors_of_processes(monkeypatch):
     assert 2 == parwrap.launch(parwrap.world_size, nprocs=2)
 
 
+@pytest.mark.parametrize(("ends", "status"), [(lambda: sys.exit(5), 5), (lambda: 1 / 0, 1), (lambda: None, 0)])
+def test_a_process_that_the_function_forks_ends_by_itself(ends, status):
+    def function():
+        child = os.fork()
+        if not child:
+            return ends()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert status == parwrap.launch(function, nprocs=2)
+
+
 def test_a_call_leaves_no_environment_variable_behind():
     code = "import os, parwrap; before = {**os.environ}; parwrap.launch(lambda: None, nprocs=2); assert before == {**os.environ}"
 

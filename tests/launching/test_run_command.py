@@ -206,3 +206,21 @@ def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):
 
     with pytest.raises(LaunchError, match="--start-method fork does not work in a process that has initialized CUDA"):
         launch(plan_launch(["--start-method", "fork", "--nproc-per-node", "2", "train.py"], {}, 0, 2))
+
+
+@pytest.mark.slow
+def test_a_process_that_the_script_forks_ends_by_itself(parwrap_run, script):
+    forks = script("""
+import os, sys
+child = os.fork()
+if not child:
+    raise ValueError("of the child")
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+raise RuntimeError("of the rank")
+""")
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", forks)
+
+    assert (1, "1\n") == (status, stdout)
+    assert "ValueError: of the child" in stderr
+    assert "RuntimeError: of the rank" in stderr
+    assert "ValueError" not in stderr[stderr.index(" of 2 failed:") :]
