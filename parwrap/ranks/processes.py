@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import multiprocessing
 import os
@@ -38,7 +37,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def forks_end_here() -> Iterator[None]:
-    """End a process that the code in the block has forked where it leaves the block, as plain Python does: what follows is the rank's."""
+    """End a process that the code in the block has forked where it leaves the block: what follows is the rank's.
+
+    Exit handlers do not run, as in processes of multiprocessing: they are the parent's, and would remove its temporary folders.
+    """
     process = os.getpid()
     try:
         yield
@@ -59,7 +61,6 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or None
             stream.flush()

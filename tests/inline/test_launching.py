@@ -245,7 +245,9 @@ def test_a_process_that_the_function_forks_ends_by_itself(ends, status):
             return ends()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert status == parwrap.launch(function, nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        assert status == parwrap.launch(function, nprocs=2)
+        assert os.path.isdir(folder)
 
 
 def test_a_call_leaves_no_environment_variable_behind():
