@@ -204,7 +204,7 @@ class Positions:
         self.compare()
 
     def compare(self) -> None:
-        """Raise if another rank of the node can never meet this one where it is, then and at each later call.
+        """Raise if another rank of the node can never meet this one where it is. From then on this rank enters no step.
 
         Raises:
             LockstepError: with the places of all ranks of the node.

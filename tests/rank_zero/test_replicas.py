@@ -32,6 +32,14 @@ def files():
     return intercepting_files(current())
 
 
+def left_before(folder, *names):
+    """Files in ``folder`` from before the scope, each with its name in it."""
+    if rank() == 0:
+        for name in names:
+            (folder / name).write_text(name)
+    barrier()
+
+
 def scratch_directories():
     return list(current().folder.glob("files-*/scratch-*"))
 
@@ -334,10 +342,7 @@ def test_a_slower_rank_still_reads_what_rank_zero_made_alone_and_all_remove(tmp_
 @pytest.mark.ranks(2)
 def test_what_is_removed_among_too_many_others_is_an_error_for_a_slower_rank_that_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr("parwrap.rank_zero.writer.MOST_KEPT", 1)
-    if rank() == 0:
-        for name in ("a.txt", "b.txt"):
-            (tmp_path / name).write_text(name)
-    barrier()
+    left_before(tmp_path, "a.txt", "b.txt")
     with files():
         if rank() == 1:
             time.sleep(0.1)
@@ -385,9 +390,7 @@ def test_what_rank_zero_makes_right_after_it_ran_alone_is_hidden(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_slower_rank_reads_an_old_file_after_rank_zero_has_left_a_block_first(tmp_path):
-    if rank() == 0:
-        (tmp_path / "a").write_text("a")
-    barrier()
+    left_before(tmp_path, "a")
     with files():
         with parwrap.rank_zero_first():
             pass
@@ -437,9 +440,7 @@ def linked(path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("touch", [Path.touch, partial(os.chmod, mode=0o600), linked], ids=["touch", "chmod", "link"])
 def test_a_slower_rank_reads_an_old_file_that_rank_zero_has_touched(touch, tmp_path):
-    if rank() == 0:
-        (tmp_path / "a").write_text("a")
-    barrier()
+    left_before(tmp_path, "a")
     with files():
         if rank() == 1:
             time.sleep(0.1)
@@ -470,9 +471,7 @@ def test_a_folder_that_cannot_be_moved_stays(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_file_that_rank_zero_keeps_readable_is_no_link(tmp_path):
-    if rank() == 0:
-        (tmp_path / "a").write_text("a")
-    barrier()
+    left_before(tmp_path, "a")
     with files():
         if rank() == 1:
             time.sleep(0.1)
@@ -487,10 +486,7 @@ def test_a_file_that_rank_zero_keeps_readable_is_no_link(tmp_path):
 @pytest.mark.ranks(2)
 def test_many_renamed_files_are_let_go(tmp_path, monkeypatch):
     monkeypatch.setattr("parwrap.rank_zero.writer.MOST_KEPT", 3)
-    if rank() == 0:
-        for number in range(6):
-            (tmp_path / f"{number}").write_text(f"{number}")
-    barrier()
+    left_before(tmp_path, *map(str, range(6)))
     with files():
         for number in range(5):
             os.rename(tmp_path / f"{number}", tmp_path / f"{number}.old")
