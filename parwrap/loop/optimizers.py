@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -39,6 +40,15 @@ def evaluates(optimizers: Iterable[Optimizer], in_eval: Callable[[torch.Tensor],
     return bool(trainable) and all(map(in_eval, trainable))
 
 
+@dataclass
+class _Held:
+    """The parameters that an optimizer had when they were last looked at. They are kept, so that no other tensor gets the id of one."""
+
+    parameters: list[torch.Tensor]
+    kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]]
+    version: int
+
+
 class Optimizers(Interceptor):
     """Every optimizer of the script.
 
@@ -47,7 +57,6 @@ class Optimizers(Interceptor):
 
     Attributes:
         were_built: whether the script has built an optimizer, even if none is left.
-        generation: a number that changes whenever the set of trainable parameters may have changed.
         steps: the number of steps of all optimizers.
     """
 
@@ -62,8 +71,9 @@ class Optimizers(Interceptor):
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._hooks_on_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
         self.were_built = False
-        self.generation = self.steps = 0
+        self._generation = self.steps = 0
 
     # what exists
 
@@ -74,6 +84,26 @@ class Optimizers(Interceptor):
     def owners(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id: the one built last."""
         return {id(p): optimizer for optimizer in self.all() for p in parameters_of(optimizer)}
+
+    @property
+    def generation(self) -> int:
+        """A number that changes whenever the set of trainable parameters, or one of their tensors, may have changed."""
+        for optimizer in self.all():
+            self.version(optimizer)
+        return self._generation
+
+    def version(self, optimizer: Optimizer) -> int:
+        """A number that changes whenever ``optimizer`` gets other parameters, or one of them another shape, dtype or device.
+
+        Scripts write into ``param_groups`` and ``.data``, which no call tells.
+        """
+        parameters = list(parameters_of(optimizer))
+        kinds = [(id(p), p.shape, p.dtype, p.device) for p in parameters]
+        held = self._held.get(optimizer)
+        if held is None or held.kinds != kinds:
+            self._generation += 1
+            self._held[optimizer] = held = _Held(parameters, kinds, 1 if held is None else held.version + 1)
+        return held.version
 
     @property
     def trained(self) -> int:
@@ -93,7 +123,7 @@ class Optimizers(Interceptor):
             self._batch_optimizers[optimizer] = self._passes.batches, script_place()
             return
         self.were_built = True
-        self.generation += 1
+        self._generation += 1
         if not known:
             self._all = [ref for ref in self._all if ref() is not None] + [weakref.ref(optimizer)]
             if not self._passes.training:
@@ -209,7 +239,7 @@ class Optimizers(Interceptor):
         )
 
     def moved(self, module: nn.Module) -> None:
-        self.generation += 1
+        self._generation += 1
 
     def close(self) -> None:
         """Remove the hooks on parameters."""

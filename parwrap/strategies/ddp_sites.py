@@ -73,7 +73,7 @@ class Sites:
     def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
         self._loop, self._new_set = loop, new_set
         self._sites: dict[tuple[int, ...], Site] = {}
-        self._averagers: dict[tuple[int, ...], GradientAverager] = {}
+        self._averagers: dict[tuple[Any, ...], GradientAverager] = {}
         self._hooks: list[Any] = []
         self._bare: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._running: GradientAverager | None = None
@@ -103,7 +103,7 @@ class Sites:
         parameters, frozen = self._parameters(call)
         averager, then_average = None, False
         if parameters:
-            averager = self._averagers.get(tuple(map(id, parameters)))
+            averager = self._averagers.get(_key(parameters))
             if averager is None:
                 averager, then_average = self._agreed(parameters, call)
             else:
@@ -173,7 +173,7 @@ class Sites:
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
         )
-        self._averagers[tuple(map(id, parameters))] = averager
+        self._averagers[_key(parameters)] = averager
         self._new_set()
         return averager, bool(re_enters)
 
@@ -269,6 +269,11 @@ class Sites:
     def averagers(self) -> Iterable[GradientAverager]:
         """All averagers in use."""
         return self._averagers.values()
+
+
+def _key(parameters: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    """What an averager of ``parameters`` depends on: DDP's buckets have their shapes, and a cast or move drops DDP's hooks."""
+    return tuple((id(p), p.shape, p.dtype, p.device) for p in parameters)
 
 
 def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = (), at: str = "backward") -> list[int]:

@@ -46,7 +46,7 @@ class _Round:
     Attributes:
         steps: the number of steps.
         weight: the sum of the weights of the batches of these steps.
-        known: the number of parameters whose values ranks have compared.
+        version: the version of the optimizer whose parameters ranks have compared.
         trained: the parameters that required gradients when the round began.
         before: the values of these parameters when the round began, equal on all ranks; only with an outer optimizer.
         velocity: the outer optimizer's momentum.
@@ -54,7 +54,7 @@ class _Round:
 
     steps: int = 0
     weight: float = 0.0
-    known: int = -1
+    version: int = 0
     trained: set[torch.Tensor] = field(default_factory=set)
     before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     velocity: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
@@ -127,8 +127,8 @@ class LocalSGD(DDP):
         parameters = list(parameters_of(optimizer))
         ids = set(map(id, parameters))
         self._average([each for each in self._open if any(id(p) in ids for p in parameters_of(each[0]))])
-        if current.known != len(parameters):
-            current.known = len(parameters)
+        if current.version != (version := self.loop.optimizers.version(optimizer)):
+            current.version = version
             kinds = [(tuple(p.shape), str(p.dtype)) for p in parameters]
             agree_on(self.loop.group, "the first step of an optimizer", kinds, _different_weights)
             made_equal(self.loop.group, parameters, at="step")

@@ -11,7 +11,7 @@ import itertools
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -156,6 +156,7 @@ class ParameterServer(OneModel):
         self._group, self._staleness = loop.group, loop.options().staleness
         self._first: list[nn.Module | Optimizer] = [*loop.modules.first, *loop.optimizers.all()]
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._versions: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # whose parameters the servers hold
         self._parts: dict[int, list[_Part]] = {}
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the value of each parameter that was pulled last
         self._keys: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the number and server of each parameter
@@ -199,7 +200,8 @@ class ParameterServer(OneModel):
                 f"{script_place()} runs a backward before any optimizer is built, but strategy='parameter_server' needs the optimizer for "
                 "its steps: build the optimizer first. For updates by hand, use strategy='ddp'."
             )
-        new = [each for each in optimizers.all() if self._count(each) != len(list(parameters_of(each)))]
+        new = [each for each in optimizers.all() if self._versions.get(each) != optimizers.version(each)]
+        self._refuse_other_kinds(p for each in new for p in parameters_of(each))
         if new:
             about = [(tuple(p.shape), str(p.dtype), number) for number, each in enumerate(new) for p in parameters_of(each)]
             self._pull_all("new optimizers", unseen=True, about=about)
@@ -207,6 +209,7 @@ class ParameterServer(OneModel):
             for optimizer in new:
                 made_equal(self._group, [p for p in parameters_of(optimizer) if p not in self._keys])
                 self._lay_out(optimizer)
+                self._versions[optimizer] = optimizers.version(optimizer)
             if self._group.world.rank == 0:
                 for optimizer in new:
                     self._begin(optimizer)
@@ -222,10 +225,6 @@ class ParameterServer(OneModel):
         with self._group.control_message("optimizers that are still used"):
             dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self._group.control)
         self._parts = {number: parts for (number, parts), used in zip(self._parts.items(), on_any.tolist(), strict=True) if used}
-
-    def _count(self, optimizer: Optimizer) -> int:
-        """The number of parameters of ``optimizer`` that servers hold."""
-        return sum(len(part.parameters) for part in self._parts.get(self._numbers.get(optimizer, -1), ()))
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Assign new parameters to the servers. All workers compute the same assignment."""
@@ -428,11 +427,17 @@ class ParameterServer(OneModel):
         optimizer.state.clear()
 
     def moved(self, module: nn.Module) -> None:
-        if any(p in self._known and self._known[p].dtype != p.dtype for p in module.parameters()):
-            raise UsageError(
-                f"{script_place()} casts parameters that a parameter server holds, which keep their dtype there: cast the model before its "
-                "first backward, or choose another strategy."
-            )
+        self._refuse_other_kinds(module.parameters())
+
+    def _refuse_other_kinds(self, parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
+            known = self._known.get(p)
+            if known is not None and (known.dtype, known.shape) != (p.dtype, p.shape):
+                raise UsageError(
+                    f"{script_place()} meets a parameter that is now {p.dtype} of shape {tuple(p.shape)}, but a parameter server holds it "
+                    f"as {known.dtype} of shape {tuple(known.shape)}. Cast or resize the model before its first backward, or choose "
+                    "another strategy."
+                )
 
     # the end
 

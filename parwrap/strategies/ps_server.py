@@ -271,6 +271,9 @@ class _Held:
     def state(self) -> dict[int, dict[str, Any]]:
         return state_of(self._optimizer, self._places)
 
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        return self._optimizer.state.get(parameter)
+
     def load(self, state: dict[int, dict[str, Any]], options: list[dict[str, Any]]) -> None:
         self.set_options(options)
         set_state(self._optimizer, state, self._places)
@@ -454,8 +457,10 @@ class Server(Interceptor):
                 self._parameters[key] = nn.Parameter(value.to(device, copy=True), requires_grad=trains)
             parameters[place] = self._parameters[key]
         held = _Held(_unpacked(begun.optimizer, parameters), own)
-        before = self._held.get(number)
-        held.load({**held.state(), **before.state()} if before else held.state(), begun.options)  # it has got more parameters
+        state = held.state()
+        if number in self._held:  # it has got other parameters
+            state |= {place: kept for place in own if (kept := self._held[number].state_of(parameters[place]))}
+        held.load(state, begun.options)
         self._held = {each: kept for each, kept in self._held.items() if each in begun.alive} | {number: held}
         left = {id(p) for each in self._held.values() for p in each.parameters}
         self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}

@@ -71,6 +71,26 @@ def test_a_group_that_is_added_changes_the_generation(optimizers):
     assert [optimizer] == optimizers.all()
 
 
+def replace(optimizer):
+    optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(1))
+
+
+def resize(optimizer):
+    optimizer.param_groups[0]["params"][0].data = torch.ones(7, 7)
+
+
+@pytest.mark.parametrize("change", [replace, resize])
+def test_a_tensor_that_a_script_replaces_changes_the_version_of_its_optimizer_alone(optimizers, change):
+    one, other = (SGD(linear().parameters(), lr=1.0) for _ in range(2))
+    before = optimizers.generation, optimizers.version(one), optimizers.version(other)
+    assert before == (optimizers.generation, optimizers.version(one), optimizers.version(other))
+    change(one)
+
+    assert before[0] < optimizers.generation
+    assert before[1] < optimizers.version(one)
+    assert before[2] == optimizers.version(other)
+
+
 def test_an_unknown_optimizer_is_noted_at_its_first_step(passes):
     optimizer, optimizers = SGD(linear().parameters(), lr=1.0), Optimizers(passes)
     with intercepting([optimizers]):

@@ -225,6 +225,34 @@ def test_parameters_whose_memory_format_changes_have_their_gradients():
     torch.testing.assert_close(contiguous, channels_last)
 
 
+def replaced(model, optimizer):
+    """As scripts prune and grow: ``param_groups`` gets another tensor, which no call of torch tells."""
+    model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(model.weight.detach().clone())
+
+
+def cast(model, optimizer):
+    model.weight.data = model.weight.data.double()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", [replaced, cast])
+@pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}, {"strategy": "local_sgd", "every": 1}], ids=["ddp", "zero1", "local_sgd"])
+def test_a_parameter_whose_tensor_the_script_replaces_is_averaged(change, options):
+    @parwrap.distributed(**options)
+    def run():
+        model, optimizer = model_and_optimizer(lr=1.0)
+        nn.init.zeros_(model.weight)
+        for step in range(4):
+            if step == 2:
+                change(model, optimizer)
+            optimizer.zero_grad()
+            (model(torch.ones(1, 3, dtype=model.weight.dtype)).sum() * scale()).backward()
+            optimizer.step()
+        return model.weight
+
+    assert [[-4 * MEAN] * 3] == run().tolist()
+
+
 @pytest.mark.ranks(2)
 def test_hooks_of_a_parameter_without_a_gradient_are_not_called():
     def forward(model):

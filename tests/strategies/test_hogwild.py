@@ -308,7 +308,7 @@ def test_in_the_end_every_rank_has_parameters_of_its_own_with_tied_ones_tied():
 
 
 @pytest.mark.ranks(2)
-def test_a_group_that_is_added_later_and_a_model_that_was_cast_are_shared_too():
+def test_groups_and_tensors_that_come_later_are_shared_too():
     with parwrap.distributed(strategy="hogwild", lock=True):
         model, late = nn.Linear(2, 1, bias=False), zero()
         nn.init.zeros_(model.weight)
@@ -318,8 +318,12 @@ def test_a_group_that_is_added_later_and_a_model_that_was_cast_are_shared_too():
         model.double()
         optimizer.add_param_group({"params": [late]})
         step(optimizer, model.weight.sum() + late.sum())
+        parwrap.barrier()
+        model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(model.weight.detach().clone())
+        parwrap.barrier()
+        step(optimizer, model.weight.sum())
 
-    assert ([[-4.0, -4.0]], torch.float64, -2.0) == (model.weight.tolist(), model.weight.dtype, late.item())
+    assert ([[-6.0, -6.0]], torch.float64, -2.0) == (model.weight.tolist(), model.weight.dtype, late.item())
 
 
 @pytest.mark.ranks(2)
