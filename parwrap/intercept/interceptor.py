@@ -106,8 +106,8 @@ class Interceptor:
     def stepped(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` has run without raising."""
 
-    def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
-        """``GradScaler.step(optimizer)`` was called, which leaves the step out if gradients overflow. Returns what ``original`` returns."""
+    def left_out(self, optimizer: Optimizer) -> None:
+        """A loss scale, parwrap's or the script's, has left out a step of ``optimizer``, because gradients on this rank are not finite."""
 
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """``optimizer.state_dict()`` was called. Returns the state."""
@@ -117,6 +117,9 @@ class Interceptor:
 
     def skips(self, optimizer: Optimizer) -> bool:
         """``optimizer.step()`` was called without a closure. Returns whether to skip it."""
+
+    def leaves_out(self, optimizer: Optimizer) -> bool:
+        """Like :meth:`skips`, for a step that is left out because gradients are not finite."""
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``optimizer.step(closure)`` was called. Returns the closure to call."""

@@ -25,9 +25,10 @@ from parwrap.torch_private.tensors import version_of
 if TYPE_CHECKING:
     from parwrap.intercept.interceptor import Interceptor
 
-__all__ = ["closures", "hooked", "is_image", "skipping"]
+__all__ = ["closures", "hooked", "is_image", "is_left_out", "leaving_out", "skipping"]
 
 MARK = "_parwrap_image"
+"""The attribute of an image: whether its step is left out because gradients are not finite."""
 
 
 def skipping(interceptor: Interceptor) -> list[Any]:
@@ -35,15 +36,24 @@ def skipping(interceptor: Interceptor) -> list[Any]:
 
     The last installed interceptor is asked first, and the others only if it lets the step through.
     """
+    return _without(interceptor.skips, left_out=False)
+
+
+def leaving_out(interceptor: Interceptor) -> list[Any]:
+    """Like :func:`skipping`, for steps that are left out because gradients are not finite."""
+    return _without(interceptor.leaves_out, left_out=True)
+
+
+def _without(skips: Callable[[Optimizer], bool], left_out: bool) -> list[Any]:
     before: list[tuple[torch.Tensor, int]] = []
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         before.clear()
         # in super().step() of a subclass, self may be an image already, or the step is the one that was let through
-        if is_image(args[0]) or _closure(args, kwargs) is not None or _in_own_step(optimizer) or not interceptor.skips(optimizer):
+        if is_image(args[0]) or _closure(args, kwargs) is not None or _in_own_step(optimizer) or not skips(optimizer):
             return None
         before.extend((p, version_of(p)) for group in optimizer.param_groups for p in group["params"])
-        return (_image(optimizer), *args[1:]), kwargs
+        return (_image(optimizer, left_out), *args[1:]), kwargs
 
     def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for p, version in before:
@@ -78,6 +88,11 @@ def is_image(optimizer: Any) -> bool:
     return MARK in vars(optimizer)
 
 
+def is_left_out(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is the image of a step that is left out because gradients are not finite."""
+    return bool(vars(optimizer).get(MARK))
+
+
 def _closure(args: tuple, kwargs: dict) -> Callable | None:
     return next((each for each in (*args[1:], *kwargs.values()) if callable(each)), None)
 
@@ -94,11 +109,11 @@ def _in_own_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def _image(optimizer: Optimizer) -> Any:
+def _image(optimizer: Optimizer, left_out: bool) -> Any:
     """A copy of ``optimizer`` without parameters, whose ``step`` changes nothing that stays: changes of its state are lost."""
     image = object.__new__(type(optimizer))  # copy.copy would lose attributes
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    vars(image).update({**vars(optimizer), "param_groups": groups, "state": copy.copy(optimizer.state), MARK: True})
+    vars(image).update({**vars(optimizer), "param_groups": groups, "state": copy.copy(optimizer.state), MARK: left_out})
     return image
 
 

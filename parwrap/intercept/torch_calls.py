@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from parwrap.intercept.intercepted_calls import Backward, Clip, Criterion, Norm, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed, when_imported
-from parwrap.intercept.skipped_steps import closures, hooked, is_image, skipping
+from parwrap.intercept.skipped_steps import closures, hooked, is_image, is_left_out, leaving_out, skipping
 from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
@@ -345,11 +345,25 @@ def _stepped(interceptor: Interceptor) -> Patches:
     return [hooked(lambda optimizer, args, kwargs: None if is_image(args[0]) else interceptor.stepped(optimizer), after=True)]
 
 
-def _scaler_step(interceptor: Interceptor) -> Patches:
-    def step(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
-        return interceptor.scaler_step(args[0] if args else kwargs["optimizer"], lambda: wrapped(*args, **kwargs))
+def _left_out(interceptor: Interceptor) -> Patches:
+    """Tell of the steps that parwrap's loss scale leaves out, and of those that a ``GradScaler`` is asked for but does not call."""
+    called = False
 
-    return [Patch(torch.amp.GradScaler, "step", step)]
+    def stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        nonlocal called
+        called = True
+        if is_left_out(args[0]):
+            interceptor.left_out(optimizer)
+
+    def step(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
+        nonlocal called
+        called = False
+        result = wrapped(*args, **kwargs)
+        if not called:
+            interceptor.left_out(args[0] if args else kwargs["optimizer"])
+        return result
+
+    return [hooked(stepped, after=True), Patch(torch.amp.GradScaler, "step", step)]
 
 
 def _optimizer_state(interceptor: Interceptor) -> Patches:
@@ -507,10 +521,11 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "built": _built,
     "step": _step,
     "stepped": _stepped,
-    "scaler_step": _scaler_step,
+    "left_out": _left_out,
     "optimizer_state": _optimizer_state,
     "load_optimizer_state": _load_optimizer_state,
     "skips": skipping,
+    "leaves_out": leaving_out,
     "closure": closures,
     "metric": _metric,
     "update_metric": _update_metric,

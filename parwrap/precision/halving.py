@@ -105,9 +105,15 @@ class HalfForGood(_Halving):
         if any(p.dtype is not HALF for p in module.parameters() if p.is_floating_point()):
             module.to(HALF)
             for optimizer in self._optimizers:
-                if optimizer.state:
-                    optimizer.load_state_dict(optimizer.state_dict())  # casts the state to the dtype of the parameters
+                _cast_state(optimizer)
         return run(*args, **kwargs)
+
+
+def _cast_state(optimizer: Optimizer) -> None:
+    """Cast the state of float16 parameters, as ``load_state_dict`` does, of which a strategy may hold a part on each rank."""
+    for p in parameters_of(optimizer):
+        if p.dtype is HALF and (state := optimizer.state.get(p)):
+            state.update({name: _cast(value, HALF) for name, value in state.items() if name != "step"})
 
 
 @torch.no_grad()

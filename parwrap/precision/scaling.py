@@ -88,7 +88,7 @@ class Scaling(Interceptor):
                     self._before_clipping.setdefault(optimizer, []).extend(flags_of(parameters_of(optimizer)))
         return clip.run()
 
-    def skips(self, optimizer: Optimizer) -> bool:
+    def leaves_out(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` would step with a gradient that is not finite."""
         if self._user_managed:
             return False

@@ -8,7 +8,7 @@ Douillard et al., 2023, https://arxiv.org/abs/2311.08105.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -81,7 +81,7 @@ class LocalSGD(DDP):
         self._rounds: weakref.WeakKeyDictionary[Optimizer, _Round] = weakref.WeakKeyDictionary()
         self._open: list[tuple[Optimizer, _Round]] = []  # kept alive: the script may drop an optimizer before the average
         self._batches: list[float] = []
-        self._counted = self._averages = 0
+        self._averages = 0
         self._stepped = False
         self._taken: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._warming = loop.options().warmup > 0
@@ -143,14 +143,11 @@ class LocalSGD(DDP):
         else:
             self._count(optimizer)
 
-    def scaler_step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
-        """Count a step even if the ``GradScaler`` leaves it out, because the gradients overflow on this rank: other ranks may step."""
-        counted = self._counted
-        result = original()
-        if not self._warming and counted == self._counted and self._counts(optimizer):
+    def left_out(self, optimizer: Optimizer) -> None:
+        """Count the step all the same: other ranks may have taken theirs."""
+        if not self._warming and self._counts(optimizer):
             self._begin(optimizer)
             self._count(optimizer)
-        return result
 
     def _count(self, optimizer: Optimizer) -> None:
         self._weights.note(optimizer)  # even if this rank has left the step out: other ranks may have stepped
@@ -159,7 +156,6 @@ class LocalSGD(DDP):
             self._open.append((optimizer, current))
         current.steps += 1
         current.weight += fmean(self._batches) if self._batches else 1.0
-        self._counted += 1
         self._stepped = True
         self.loop.same_step.passed(script_place())
         if current.steps >= self.loop.options().every:

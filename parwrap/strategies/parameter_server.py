@@ -271,6 +271,20 @@ class ParameterServer(OneModel):
         """Let the servers step with this worker's gradients, and take the new values. Returns whether they did."""
         if is_alone() or self.loop.optimizers.is_of_batch(optimizer):
             return False
+        if hasattr(optimizer, "found_inf"):
+            raise UsageError(
+                f"{script_place()} lets a GradScaler step a fused {type(optimizer).__name__}, which unscales its gradients itself, but a "
+                "parameter server takes the step: build the optimizer without fused=True, or choose another strategy."
+            )
+        self._step(optimizer)
+        return True
+
+    def left_out(self, optimizer: Optimizer) -> None:
+        """Tell the servers, because other workers may wait for this step. Servers that step for all workers together leave it out too."""
+        if not is_alone() and not self.loop.optimizers.is_of_batch(optimizer):
+            self._step(optimizer, left_out=True)
+
+    def _step(self, optimizer: Optimizer, left_out: bool = False) -> None:
         number = self._numbers.get(optimizer)
         if number is None:
             raise UsageError(
@@ -285,17 +299,16 @@ class ParameterServer(OneModel):
         options = self._options_of(optimizer)
         for part in self._parts[number]:
             self._push_changes(number, part)
-            self._send(part.server, self._gradients(number, part, options))
+            self._send(part.server, self._gradients(number, part, options, left_out))
         for part in self._parts[number]:
             self._received(part.server, part.values)
             self._take(part)
         same_step.positions.run()
-        return True
 
-    def _gradients(self, number: int, part: _Part, options: list[dict[str, Any]]) -> Message:
-        pushed, buffer = Pushed([], {}, options), part.layout.buffer()
+    def _gradients(self, number: int, part: _Part, options: list[dict[str, Any]], left_out: bool) -> Message:
+        pushed, buffer = Pushed([], {}, options, left_out), part.layout.buffer()
         for place, (p, view) in enumerate(zip(part.parameters, part.layout.views(buffer), strict=True)):
-            if p.grad is None:
+            if p.grad is None or left_out:
                 continue
             if p.grad.is_sparse:
                 grad = p.grad.detach().coalesce()
@@ -311,14 +324,6 @@ class ParameterServer(OneModel):
             "step, but the closure computes gradients on the worker. Call backward() and then step() without a closure, or choose another "
             "strategy."
         )
-
-    def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
-        if self._staleness is not None:
-            raise UsageError(
-                f"the loss scale at {script_place()} skips a step where the gradients of one worker overflow. With "
-                f"staleness={self._staleness} the other workers would wait for that step. Compute in bf16, without a loss scale, or remove "
-                "staleness."
-            )
 
     # values
 

@@ -166,11 +166,13 @@ class Pushed(NamedTuple):
         dense: the places of the parameters with a dense gradient, among the server's parameters of the optimizer.
         sparse: the indices, values and shapes of sparse gradients, by place.
         options: the options of the optimizer's groups.
+        left_out: whether the worker leaves the step out, because its gradients are not finite.
     """
 
     dense: list[int]
     sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Size]]
     options: list[dict[str, Any]]
+    left_out: bool
 
 
 # sending optimizers: the script's object, with other tensors in place of its parameters
@@ -252,11 +254,16 @@ class _Held:
             self.parameters[place].data.copy_(views[place])
 
     def step(self, pushes: Sequence[Message]) -> None:
-        """Step once with the average of the workers' gradients; a worker without a gradient counts as zero."""
+        """Step once with the average of the workers' gradients; a worker without a gradient counts as zero.
+
+        If a worker leaves the step out, nobody steps, as with an average that is not finite.
+        """
         sums: dict[int, torch.Tensor] = {}
         for message in pushes:
             pushed: Pushed = pickle.loads(message.content)
             self.set_options(pushed.options)
+            if pushed.left_out:
+                return
             assert message.values is not None
             views = self._layout.views(message.values) if pushed.dense else []
             found = {place: views[place] for place in pushed.dense}

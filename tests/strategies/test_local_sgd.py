@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -319,11 +321,12 @@ def test_a_step_inside_another_is_a_part_of_it(make):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts():
+@pytest.mark.parametrize("own_scaler", [False, True], ids=["amp", "GradScaler"])
+def test_a_step_that_a_loss_scale_leaves_out_on_one_rank_counts(own_scaler):
     weight = nn.Parameter(torch.zeros(1))
     history = []
-    with local(every=2):
-        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with local(every=2), nullcontext() if own_scaler else parwrap.amp(dtype="fp16", init_scale=2.0):
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=own_scaler)
         for step in range(4):
             optimizer.zero_grad()
             loss = (weight * (float("inf") if (step, parwrap.rank()) == (1, 1) else parwrap.rank() + 1)).sum()

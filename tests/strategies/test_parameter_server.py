@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -542,10 +543,10 @@ def of_a_local_class(weight):
     optimizer.step()
 
 
-def scales(weight):
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    torch.amp.GradScaler("cpu").scale(weight.sum()).backward()
-    optimizer.step()
+def steps_a_fused_optimizer_by_a_scaler(weight):
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1, fused=True), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
 
 
 @pytest.mark.ranks(2)
@@ -560,7 +561,7 @@ def scales(weight):
             r"torch.float32 of shape \(.*\). Cast or resize the model before its first backward, or choose another strategy",
         ),
         (of_a_local_class, r"a Local cannot be sent to the parameter servers \(.*\): define its class at the top level of a module"),
-        (scales, r"the loss scale at test_parameter_server.py:\d+ skips a step where the gradients of one worker overflow"),
+        (steps_a_fused_optimizer_by_a_scaler, r"test_parameter_server.py:\d+ lets a GradScaler step a fused SGD, .* without fused=True"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused(train_wrongly, text):
@@ -569,6 +570,27 @@ def test_what_a_server_cannot_do_is_refused(train_wrongly, text):
 
     if parwrap.rank() == 0:
         raised.match(text)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("own_scaler", [False, True], ids=["amp", "GradScaler"])
+@pytest.mark.parametrize(("staleness", "steps"), [(0, 3), (1, 7)])
+def test_a_step_that_a_loss_scale_leaves_out_on_one_worker(own_scaler, staleness, steps):
+    """Servers that step for all workers together leave it out, as the average is not finite; the others leave out one worker's step."""
+
+    @served(staleness=staleness)
+    def scaled():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=own_scaler)
+        with nullcontext() if own_scaler else parwrap.amp(dtype="fp16", init_scale=2.0):
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale((weight * (float("inf") if (step, parwrap.rank()) == (1, 1) else 1.0)).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return weight
+
+    assert -steps == scaled().item()
 
 
 @pytest.mark.ranks(3)

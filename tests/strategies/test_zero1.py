@@ -357,6 +357,27 @@ def test_other_loops_are_as_with_ddp(loop):
 
 
 @pytest.mark.ranks(2)
+def test_a_model_that_is_cast_while_one_rank_alone_holds_the_state_trains_as_with_ddp():
+    """Apex's level O3 casts the second model at its first call: then the first has a state, of one parameter."""
+
+    @parwrap.amp(level="O3")
+    def run():
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 1)
+        one, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (first, second))
+        for step in range(4):
+            hidden = first(torch.full((2, 4), 1.0 + parwrap.rank()))
+            (hidden.square().mean() if step < 2 else second(hidden.detach()).square().mean()).backward()
+            (one if step < 2 else other).step()
+        return torch.cat([flat(first), flat(second)]), {p.dtype for p in (*first.parameters(), *second.parameters())}
+
+    (weights, dtypes), (sharded_weights, sharded) = by_both(run)
+
+    assert torch.equal(weights, sharded_weights)
+    assert {torch.float16} == dtypes == sharded
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("decorator", [parwrap.accumulate(2), parwrap.amp(dtype="float16")], ids=["accumulate", "amp"])
 def test_steps_that_are_skipped_are_skipped_as_with_ddp(decorator):
     """By ``accumulate``, and by ``amp`` while the loss scale is too large."""
