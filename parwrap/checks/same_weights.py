@@ -23,6 +23,7 @@ from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.structures import mapped
 
 __all__ = ["SameWeights", "checksums", "is_due", "take_rank_zeros"]
 
@@ -74,13 +75,15 @@ def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = N
 
 
 def _hyperparameters(optimizer: Optimizer) -> str:
-    """The options of each group of parameters as text; a tensor on a GPU is left out, to not wait for it."""
+    """The numbers and strings among the options of each group of parameters, as text. A GPU's are left out, to not wait for it."""
 
     def shown(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else None if callable(value) else value
+        if isinstance(value, torch.Tensor):
+            return value.tolist() if value.device.type == "cpu" else None
+        return value if isinstance(value, (int, float, str)) else None
 
-    groups = [{name: shown(value) for name, value in sorted(group.items()) if name != "params"} for group in optimizer.param_groups]
-    return repr([{name: value for name, value in group.items() if isinstance(value, (int, float, str, list, tuple))} for group in groups])
+    groups = [sorted((name, mapped(value, shown)) for name, value in group.items() if name != "params") for group in optimizer.param_groups]
+    return repr([{name: value for name, value in group if value is not None} for group in groups])
 
 
 class SameWeights:

@@ -18,6 +18,7 @@ from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.places import script_place
 from parwrap.torch_private.amp import autocast_enabled
+from parwrap.torch_private.optimizer import stepping
 
 __all__ = ["Autocasting"]
 
@@ -53,8 +54,13 @@ class Autocasting(Interceptor):
         """Turn parwrap's autocast off inside the block, where data is drawn. An autocast of the script stays as it is."""
         return nullcontext() if self._user_managed else self._off()
 
+    def end_failed_step(self) -> None:
+        """Turn autocast on again after a step that has raised, which has not reported its end."""
+        if not stepping():
+            self._on_again()
+
     def backward(self, call: Backward) -> None:
-        self._on_again()  # a step that raised has not reported its end
+        self._on_again()  # inside a closure, or after a step that has raised
         with self._off():
             call.run()
 
@@ -127,6 +133,7 @@ class _Drawn:
         return self
 
     def __next__(self) -> Any:
+        self._casting.end_failed_step()
         with self._casting.off_for_data():
             return next(self._batches)
 

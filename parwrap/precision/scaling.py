@@ -51,7 +51,8 @@ class Scaling(Interceptor):
 
         A scale that the script has restored in this call stays.
         """
-        if not (self._begun or self._anew or self._state.restored):
+        added = optimizer in self._optimizers  # a group of parameters, to an optimizer that exists
+        if not (added or self._begun or self._anew or self._state.restored):
             self._anew = True
             self._state.reset()
             self._iterations.forget()

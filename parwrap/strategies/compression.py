@@ -98,7 +98,8 @@ class _PowerSGD:
         self._sparks: dict[int, torch.Tensor] = {}
 
     def __call__(self, bucket: dist.GradBucket) -> Future:
-        if bucket.buffer().dtype not in (torch.float32, torch.float64):
+        # in a bucket, complex numbers are pairs of real ones, which PowerSGD would take for matrices
+        if bucket.buffer().dtype not in (torch.float32, torch.float64) or any(p.is_complex() for p in bucket.parameters()):
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]
         self._mend(bucket.index())
         return powerSGD_hook(self._state, bucket)

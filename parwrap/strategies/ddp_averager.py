@@ -90,7 +90,7 @@ class GradientAverager:
             )
         self.parameters, self.number, self._sparse, self._at_end, self._others = tuple(parameters), number, sparse, at_end, others
         self.ids = frozenset(map(id, self.parameters))
-        self.has_local = False
+        self.has_local = True  # a backward inside ``no_sync`` may have come before the first one of this set
         self.grows = False
         self.broken: BaseException | None = None
         self._before: list[tuple[torch.Tensor, int] | None] = []

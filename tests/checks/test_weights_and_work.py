@@ -321,6 +321,22 @@ def test_equal_losses_are_not_named_where_each_rank_draws_its_own(capfd, options
 
 
 @pytest.mark.ranks(2)
+def test_functions_and_other_objects_among_options_of_an_optimizer_are_not_compared():
+    @parwrap.distributed
+    def run():
+        model = nn.Linear(1, 1)
+        keep = [object() for _ in range(parwrap.rank())]
+        options = {"transforms": [abs, lambda x: x, object()], "by_name": {"one": lambda x: x}}
+        optimizer = torch.optim.SGD([{"params": model.parameters(), **options}], lr=0.1)
+        for _ in range(4):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        return len(keep)
+
+    assert parwrap.rank() == run()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("owned", [True, False])
 def test_a_parameter_that_one_rank_freezes_is_named(owned):
     def train():

@@ -72,6 +72,10 @@ def test_autocast_is_on_again_after_a_step_that_raises():
             optimizer.step(lambda: 1 / 0)
 
         assert torch.is_autocast_enabled("cpu")
+        with pytest.raises(KeyError):
+            failing.step()
+        for _ in DataLoader([0]):
+            assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("place", ["closure", "backward"])

@@ -27,6 +27,8 @@ def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():
         return parwrap.amp_state().scale
 
     assert [32768.0, 16384.0] == [step(outside), step(outside)]
+    outside.add_param_group({"params": nn.Linear(1, 1).parameters()})  # of the same training
+    assert 8192.0 == step(outside)
     assert 32768.0 == step()
 
 

@@ -334,6 +334,20 @@ def test_no_sync_adds_up_and_the_next_backward_averages_the_sum():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_no_sync_may_come_before_the_first_backward(create_graph):
+    def run():
+        model, _ = model_and_optimizer(lambda: nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(2)))
+        x = torch.ones(1, 3)
+        with parwrap.no_sync():
+            (model[1](x).sum() * scale()).backward()
+        (model[0](x).sum() * scale()).backward(create_graph=create_graph)
+        return [each.weight.grad.tolist() for each in model]
+
+    assert [[[MEAN] * 3]] * 2 == distributed(run)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("one_rank", [False, True])
 def test_the_parameters_of_an_auxiliary_loss_join_when_it_begins(one_rank):
     def run():

@@ -155,6 +155,20 @@ def test_sparse_gradients_and_half_precision_weights_are_sent_too(compress):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("compress", ["bf16", "fp16", "powersgd"])
+def test_complex_gradients_are_averaged(compress):
+    with parwrap.distributed(compress=compress):
+        weight = nn.Parameter(torch.ones(24, 24, dtype=torch.complex64))
+        torch.optim.SGD([weight], lr=0.0)
+        for step in range(START + 4):
+            weight.grad = None
+            (weight * (complex(1, step) if parwrap.rank() else complex(3, 0)) * torch.arange(1.0, 25.0)).real.sum().backward()
+
+            expected = complex(2, -step / 2) * torch.arange(1.0, 25.0).expand(24, 24)  # torch's gradient is the conjugate
+            torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.ranks(2)
 def test_powersgd_goes_on_after_a_step_without_gradients_and_after_an_overflow():
     with parwrap.distributed(compress="powersgd"):
         weight = nn.Parameter(torch.zeros(24, 24))
