@@ -5,8 +5,6 @@ The rule for lengths comes first, as a function that touches nothing. ``Loaders`
 
 from __future__ import annotations
 
-import gc
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -51,7 +49,7 @@ from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
-from parwrap.loop.passes import Pass
+from parwrap.loop.passes import Pass, script_drops
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.group import is_alone
 from parwrap.torch_private.dataloader import kept_iterator
@@ -175,11 +173,9 @@ class Loaders(Sources, Interceptor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
-        self._collector: int | None = None  # the thread in which the garbage collector runs
         self._undo = ExitStack()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
-        gc.callbacks.append(self._note_collection)
-        self._undo.callback(gc.callbacks.remove, self._note_collection)
+        self._script_drops = self._undo.enter_context(script_drops())
 
     # passes
 
@@ -305,11 +301,7 @@ class Loaders(Sources, Interceptor):
         )
 
     def drops(self) -> bool:
-        """Whether the script has dropped the iterator that is finalized now. The garbage collector acts at other times on each rank."""
-        return threading.get_ident() != self._collector
-
-    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
-        self._collector = threading.get_ident() if phase == "start" else None
+        return self._script_drops()
 
     # what a rank reads
 

@@ -11,6 +11,7 @@ from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of
 from parwrap.errors import UsageError
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.accumulation import Accumulation
+from parwrap.loop.passes import script_drops
 from parwrap.places import warn
 
 __all__ = ["accumulate"]
@@ -62,17 +63,18 @@ class accumulate(ScopeDecorator):
                 )
             yield
             return
-        accumulation = Accumulation(self._steps, no_sync, average_gradients)
-        _open.append(self._steps)
-        try:
-            with intercepting([accumulation], module_of(call.function)):
-                yield
-                accumulation.finish()
-                if accumulation.backwards == 1 < self._steps:
-                    self._note_single(call)
-        finally:
-            accumulation.end()
-            _open.pop()
+        with script_drops() as drops:
+            accumulation = Accumulation(self._steps, no_sync, average_gradients, drops)
+            _open.append(self._steps)
+            try:
+                with intercepting([accumulation], module_of(call.function)):
+                    yield
+                    accumulation.finish()
+                    if accumulation.backwards == 1 < self._steps:
+                        self._note_single(call)
+            finally:
+                accumulation.end()
+                _open.pop()
 
     def _note_single(self, call: Call) -> None:
         """Warn of a function that trains on one batch in each call, because a call ends its window."""

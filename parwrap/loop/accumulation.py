@@ -88,12 +88,17 @@ class Accumulation(Interceptor):
         steps: the number of calls of ``step()`` for one step.
         no_sync: a context in which backwards are not averaged over the ranks.
         average: averages the gradients of parameters over the ranks outside of a backward.
+        drops: whether the script drops the object that is finalized now, and not the garbage collector.
     """
 
     def __init__(
-        self, steps: int, no_sync: Callable[[], AbstractContextManager[None]], average: Callable[[list[torch.Tensor]], None]
+        self,
+        steps: int,
+        no_sync: Callable[[], AbstractContextManager[None]],
+        average: Callable[[list[torch.Tensor]], None],
+        drops: Callable[[], bool],
     ) -> None:
-        self._steps, self._no_sync, self._average = steps, no_sync, average
+        self._steps, self._no_sync, self._average, self._drops = steps, no_sync, average, drops
         self._windows: weakref.WeakKeyDictionary[Optimizer, _Window] = weakref.WeakKeyDictionary()
         self._skipped: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
         self._left_by_backward: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -233,7 +238,12 @@ class Accumulation(Interceptor):
             self._apply()
 
     def left(self) -> None:
-        """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next backward, pass or end does."""
+        """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next backward, pass or end does.
+
+        If only the garbage collector finds that, the windows go on with the next batches.
+        """
+        if not self._drops():
+            return
         try:
             self.exhausted()
         except BaseException as error:

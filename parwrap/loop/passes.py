@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from parwrap.loop.random_streams import RandomStreams
 from parwrap.options import Options
 from parwrap.places import Place, script_place
 
-__all__ = ["DIGITS", "Batch", "Pass", "Passes", "loss_factor"]
+__all__ = ["DIGITS", "Batch", "Pass", "Passes", "loss_factor", "script_drops"]
 
 MOST_IN_FLIGHT = 3
 """The number of batches to remember of a loop that trains on each batch before it draws the next one."""
@@ -49,6 +51,24 @@ def loss_factor(weight: float, size: int, options: Options) -> float:
     if options.loss == "mean" or not weight:
         return 1.0
     return (size if options.batch == "global" else 1) / weight
+
+
+@contextmanager
+def script_drops() -> Iterator[Callable[[], bool]]:
+    """Yields a function that finalizers ask: whether the script drops the object, and not the garbage collector.
+
+    The collector acts at other times on each rank, so nothing may follow from what it finds.
+    """
+    collecting: list[int] = []  # the thread in which the collector runs
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collecting[:] = [threading.get_ident()] if phase == "start" else []
+
+    gc.callbacks.append(note)
+    try:
+        yield lambda: threading.get_ident() not in collecting
+    finally:
+        gc.callbacks.remove(note)
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 import weakref
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import parwrap
 from drawn_order import DrawnOrder
@@ -142,6 +143,46 @@ def test_after_a_break_the_open_window_is_applied(size, clip):
     actual = accumulated(train, 6, epochs=1, clip=clip, leave=5)
 
     assert distance(actual, by_itself(plain)) < 1e-12
+
+
+class Feed:
+    """Holds its iterator in a cycle."""
+
+    def __init__(self, loader):
+        self.me, self.batches = self, iter(loader)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("collected", [None, 0, 1, 6])
+def test_an_iterator_that_the_garbage_collector_finds_ends_no_window(size, collected):
+    def step(model, optimizer, x, y):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def plain():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        twice = ConcatDataset([Subset(dataset(), range(12)), dataset()])
+        for x, y in DataLoader(twice, batch_size=24):
+            step(model, optimizer, x, y)
+        return model
+
+    def train():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(dataset(), batch_size=6)
+        feed = Feed(loader)
+        for _ in range(2):
+            step(model, optimizer, *next(feed.batches))
+        del feed
+        for number, (x, y) in enumerate(loader):
+            if number == collected and parwrap.rank() == 0:
+                gc.collect()
+            step(model, optimizer, x, y)
+        return model
+
+    assert distance(accumulated(train), by_itself(plain)) < 1e-12
 
 
 @pytest.mark.ranks(2)
