@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.loop.passes import Passes
+from parwrap.loop.passes import Pass, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import is_alone
 
@@ -40,13 +40,20 @@ def evaluates(optimizers: Iterable[Optimizer], in_eval: Callable[[torch.Tensor],
     return bool(trainable) and all(map(in_eval, trainable))
 
 
-@dataclass
-class _Held:
+class _Held(NamedTuple):
     """The parameters that an optimizer had when they were last looked at. They are kept, so that no other tensor gets the id of one."""
 
     parameters: list[torch.Tensor]
     kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]]
     version: int
+
+
+class _Made(NamedTuple):
+    """What a batch of a training pass has made: the number of the batch, the line, and the pass."""
+
+    batch: int
+    place: Place
+    training: Pass
 
 
 class Optimizers(Interceptor):
@@ -70,7 +77,7 @@ class Optimizers(Interceptor):
         self._put_in_train: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._hooks_on_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
+        self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, _Made] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
         self.were_built = False
         self._generation = self.steps = 0
@@ -119,8 +126,8 @@ class Optimizers(Interceptor):
         if optimizer in self._batch_optimizers:
             return
         known = weakref.ref(optimizer) in self._all
-        if not known and self._passes.training and self._trains_batch(optimizer):
-            self._batch_optimizers[optimizer] = self._passes.batches, script_place()
+        if not known and (training := self._passes.training) and self._trains_batch(optimizer):
+            self._batch_optimizers[optimizer] = _Made(self._passes.batches, script_place(), training)
             return
         self.were_built = True
         self._generation += 1
@@ -136,8 +143,8 @@ class Optimizers(Interceptor):
     # what belongs to a batch (rule 6)
 
     def made(self, parameter: nn.Parameter) -> None:
-        if self._passes.training:
-            self._made_in[parameter] = self._passes.batches, script_place()
+        if training := self._passes.training:
+            self._made_in[parameter] = _Made(self._passes.batches, script_place(), training)
             if parameter.requires_grad:  # a backward at a known line looks at no graph
                 self._hooks_on_made[parameter] = parameter.register_post_accumulate_grad_hook(self._got_gradient)
 
@@ -154,16 +161,19 @@ class Optimizers(Interceptor):
 
     def _got_gradient(self, leaf: torch.Tensor) -> None:
         made = self._made_in.get(leaf)
-        if made is not None and made[0] != self._passes.batches and id(leaf) not in self.owners():
+        if made is not None and made.batch != self._passes.batches and id(leaf) not in self.owners():
             self.of_batch(leaf)
 
-    def _refuse_older(self, made: tuple[int, Place], what: str) -> None:
-        batch, place = made
-        if batch != self._passes.batches:
+    def _refuse_older(self, made: _Made, what: str) -> None:
+        if made.batch != self._passes.batches:
+            line = made.training.place
+            because = (
+                f"{line} begins a pass for every batch, and its last one is open until another begins. " if made.training.repeats else ""
+            )
             raise UsageError(
-                f"{script_place()} trains {what} that {place} made inside the training pass, in an earlier batch. What is made inside a "
-                "training pass belongs to one batch: each rank has its own, whose gradients are not averaged. Make what several batches "
-                "train before the loop, where all ranks make the same."
+                f"{script_place()} trains {what} that {made.place} made inside the training pass at {line}, in an earlier batch. {because}"
+                "What is made inside a training pass belongs to one batch: each rank has its own, whose gradients are not averaged. Make "
+                f"what several batches train before the first pass at {line}, where all ranks make the same."
             )
 
     # steps and modes

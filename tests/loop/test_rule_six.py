@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import UsageError
+from parwrap.ranks.group import alone
 
 X = torch.linspace(-1, 1, 16).view(16, 1)
 
@@ -157,9 +158,9 @@ def test_without_an_optimizer_bare_tensors_are_parameters():
 
 
 MODEL_LATER = (
-    r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass, in an earlier batch. "
-    "What is made inside a training pass belongs to one batch: each rank has its own, whose gradients are not averaged. Make what several "
-    "batches train before the loop, where all ranks make the same."
+    r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass at "
+    r"(test_rule_six.py:\d+), in an earlier batch. What is made inside a training pass belongs to one batch: each rank has its own, whose "
+    r"gradients are not averaged. Make what several batches train before the first pass at \1, where all ranks make the same."
 )
 
 
@@ -332,3 +333,46 @@ def test_a_model_that_is_made_in_a_pass_that_reads_everything_is_the_scripts():
 
     assert [8, 4, 4] == batches
     assert alike
+
+
+def batches(data, held):
+    if held:
+        yield from data
+    while not held:
+        yield next(iter(data))
+
+
+def ensemble(make, held):
+    """Two models that are trained one after the other, of which ``make`` makes all at once or each in its turn."""
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(X, X**2), batch_size=4, shuffle=True)
+    models = make()
+    for model, optimizer in models:
+        taken = batches(data, held)
+        for _ in range(3):
+            step(model, optimizer, *next(taken))
+        yield model
+
+
+def in_turn():
+    return (made() for _ in range(2))
+
+
+def at_once():
+    return [made() for _ in range(2)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("held", [False, True])
+def test_models_of_an_ensemble_are_made_before_the_first_pass_as_the_error_says(held):
+    with alone():
+        expected = list(ensemble(at_once, held))
+    with parwrap.distributed(batch="global"):
+        actual = list(ensemble(at_once, held))
+    for one, other in zip(expected, actual, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+    open_still = "" if held else r"\1 begins a pass for every batch, and its last one is open until another begins. "
+    text = rf"inside the training pass at (test_rule_six.py:\d+), in an earlier batch. {open_still}What is .* before the first pass at \1, "
+    with parwrap.distributed(batch="global"), pytest.raises(UsageError, match=text):
+        list(ensemble(in_turn, held))
