@@ -93,6 +93,18 @@ class _LearningRates(Interceptor):
             if steps == 2:  # a decay in the step applies to the steps after it
                 self._warn(optimizer)
 
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Restore the learning rates if ``closure`` raises, because torch calls no hook after such a step."""
+
+        def compute() -> Any:
+            try:
+                return closure()
+            except BaseException:
+                self.put_back()
+                raise
+
+        return compute
+
     def put_back(self) -> bool:
         """Restore the learning rates that are still changed, also after a step that raised an error.
 

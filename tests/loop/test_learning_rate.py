@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -110,6 +111,27 @@ def test_a_step_that_raises_leaves_the_rate_as_it_was():
     with learning_rates_times(lambda: 4.0), pytest.raises(ValueError, match="no loss"):
         optimizer.step(fails)
     assert 0.1 == optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_goes_on_from_the_rate_before_a_closure_that_raises():
+    p = nn.Parameter(torch.zeros(()))
+    optimizer = SGD([p], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    fails = iter([False, True, False])
+
+    def closure():
+        if next(fails):
+            raise ValueError("no loss")
+        p.grad = torch.ones(())
+
+    with learning_rates_times(lambda: 4.0):
+        for _ in range(3):
+            with contextlib.suppress(ValueError):
+                optimizer.step(closure)
+            schedule.step()
+
+    assert 0.1 * 0.5**3 == pytest.approx(schedule.get_last_lr()[0])
+    assert -4 * (0.1 + 0.025) == pytest.approx(p.item())
 
 
 def test_a_factor_of_one_says_nothing():
