@@ -39,11 +39,13 @@ class _MeanLoss:
         value: the loss on this rank.
         divisor: the number by which the sum of its terms was divided.
         factor: multiplies the gradient of the loss; ``None`` until the loss is differentiated for the first time.
+        again: whether a backward has reached it that keeps the graph, so that another one may.
     """
 
     def __init__(self, criterion: Criterion) -> None:
         self.value, self.divisor = criterion.loss.data, criterion.divisor()
         self.factor: float | None = None
+        self.again = False
         self.value.masked_fill_(self.divisor == 0, 0)  # a mean over no targets is nan, and counts nothing here
 
 
@@ -84,7 +86,7 @@ class Divisors(Interceptor):
         return result
 
     def weigh(self, call: Backward) -> torch.Tensor | None:
-        """Set the factors of all mean losses that ``call`` reaches. The strategy multiplies the whole loss by the weight of the batch.
+        """Set the factors of the mean losses that ``call`` is the first to reach. The strategy multiplies the loss by the batch's weight.
 
         Returns:
             What the factors add to the loss, a scalar; ``None`` if ``call`` reaches no mean loss.
@@ -92,21 +94,25 @@ class Divisors(Interceptor):
         Raises:
             RankMismatchError: ``call`` reaches different numbers of mean losses on the ranks.
         """
-        self._open = [(ref, mean) for ref, mean in self._open if ref() is not None and mean.factor is None]
+        self._open = [(ref, mean) for ref, mean in self._open if ref() is not None and (mean.factor is None or mean.again)]
         if not self._open:
             return None
         edges = [GradientEdge(cast(Node, ref()), 0) for ref, _ in self._open]
         means = [mean for _, mean in self._open]
+        new = [mean for mean in means if mean.factor is None]
         grads = torch.autograd.grad(cast(Any, call.tensors), edges, call.grad_tensors, retain_graph=True, allow_unused=True)
-        for mean in means:
+        for mean in new:
             mean.factor = None  # a loss that depends on another one was differentiated now
         reached = [(mean, grad) for mean, grad in zip(means, grads, strict=True) if grad is not None]
         if not reached:
             return None
-        weight = self._passes.batch(lambda: leading_sizes(call.tensors)).weight
-        factors = self._factors(torch.stack([mean.divisor for mean, _ in reached]).to("cpu", torch.float64), weight)
-        for (mean, _), factor in zip(reached, factors, strict=True):
-            mean.factor = factor
+        for mean, _ in reached:
+            mean.again = call.keeps_graph
+        if new := [mean for mean, _ in reached if mean.factor is None]:
+            weight = self._passes.batch(lambda: leading_sizes(call.tensors)).weight
+            factors = self._factors(torch.stack([mean.divisor for mean in new]).to("cpu", torch.float64), weight)
+            for mean, factor in zip(new, factors, strict=True):
+                mean.factor = factor
         return cast(torch.Tensor, sum(grad * mean.value * (cast(float, mean.factor) - 1) for mean, grad in reached))
 
     def _factors(self, divisors: torch.Tensor, weight: float) -> list[float]:

@@ -120,6 +120,35 @@ def steps_of(loss_of, dataset):
     return [*torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), 0.0 if loss is None else loss.item()]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_second_backward_through_a_loss_has_its_value_too():
+    """Also together with a loss that the first backward has not reached."""
+
+    def losses():
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for x, y in DataLoader(samples(), batch_size=8):
+            optimizer.zero_grad()
+            first = functional.cross_entropy(model(x), y, WEIGHT)
+            other = functional.cross_entropy(model(x), y, WEIGHT.flip(0))
+            first.backward(retain_graph=True)
+            second = 0.5 * first + model.weight.sum()
+            second.backward(retain_graph=True)
+            third = 2 * first + 0.3 * other
+            third.backward()
+            optimizer.step()
+            yield third.item()
+        yield from torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    expected = list(losses())
+    with parwrap.distributed(batch="global"):
+        actual = list(losses())
+
+    assert expected == pytest.approx(actual, abs=1e-6)
+
+
 def weighted_loss(model, x, y):
     return functional.cross_entropy(model(x), y, WEIGHT)
 
