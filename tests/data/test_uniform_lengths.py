@@ -101,6 +101,20 @@ def test_the_number_of_batches_is_that_of_distributed_sampler(lengths, batch_siz
 
 
 @given(LENGTHS, SIZES, RANKS)
+@settings(max_examples=40, deadline=None)
+def test_all_rounds_are_whole_unless_samples_are_few_or_make_a_batch_each(lengths, size, ranks):
+    batches = list(UniformLengthBatchSampler(lengths, **size).for_ranks(ranks))
+
+    assert len(batches) % ranks == 0 or len(lengths) < ranks or {1} == set(map(len, batches))
+
+
+def test_without_shuffle_the_last_samples_are_those_that_are_dropped():
+    sampler = UniformLengthBatchSampler([3, 9, 4, 8, 3], batch_size=2, shuffle=False, drop_last=True)
+
+    assert [[[1, 3], [2, 0]]] * 2 == [list(sampler) for _ in range(2)]
+
+
+@given(LENGTHS, SIZES, RANKS)
 @settings(max_examples=30, deadline=None)
 def test_ranks_of_distributed_code_draw_their_parts_of_the_same_pass(lengths, size, ranks):
     rounds = rounds_of(UniformLengthBatchSampler(lengths, **size, seed=3), ranks)
