@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
@@ -108,6 +110,9 @@ class _Merge:
             return _same(kind, results, name)
         if all(isinstance(each, Number) for each in results):
             return self._number(kind, results, name)
+        if kind != "gather":
+            results = _with_arrays(results)
+            first = results[0]
         if any(type(each) is not type(first) for each in results):
             raise _differ(kind, name, "has a different type", [type(each).__name__ for each in results])
         if isinstance(first, dict):
@@ -158,19 +163,20 @@ class _Merge:
         if inexact is None:
             if kind == "mean":
                 raise _no_mean(name)
-            total = sum(int(each) for each in results)
-            return type(results[0])(total) if isinstance(results[0], np.generic) else total
-        return type(inexact)(self._mean(results) if kind == "mean" else _sum(results))
+            return _type_of_sum(results)(sum(int(each) for each in results))
+        return _type_of_sum(results)(self._mean(results) if kind == "mean" else _sum(results))
 
     def _array(self, kind: str, results: list[Any], name: str) -> Any:
         if len({tuple(each.shape) for each in results}) > 1:
             raise _differ(
                 kind, name, "has a different shape", [list(each.shape) for each in results], " For predictions, use reduce='gather'."
             )
-        first = results[0]
-        if isinstance(first, np.ndarray):
+        if isinstance(results[0], np.ndarray):
             tensors = [torch.from_numpy(np.ascontiguousarray(each).reshape(each.shape)) for each in results]
-            return self._array(kind, tensors, name).numpy().astype(first.dtype)
+            return self._array(kind, tensors, name).numpy().astype(np.result_type(*results))
+        dtype = functools.reduce(torch.promote_types, [each.dtype for each in results])
+        results = [each.to(dtype) for each in results]
+        first = results[0]
         if first.dtype == torch.bool:
             raise UsageError(
                 f"evaluate(reduce={kind!r}): {name} is a tensor of bools, which have no {kind}: return a count, such as `mask.sum()`, or "
@@ -280,6 +286,34 @@ def _in_turn(sizes: list[list[int]]) -> list[int]:
     ]
 
 
+def _type_of_sum(numbers: list[Any]) -> Any:
+    """The type that the sum of ``numbers`` has in one process, which adds them up: a part without a match is often a plain 0.
+
+    >>> _type_of_sum([0, np.int64(3)]), _type_of_sum([2, 0.5])
+    (<class 'numpy.int64'>, <class 'float'>)
+    """
+    return type(functools.reduce(operator.add, [type(each)(0) for each in numbers]))
+
+
+def _with_arrays(results: list[Any]) -> list[Any]:
+    """``results``, of which the numbers are made tensors or arrays if others are, as a sum of both is.
+
+    >>> _with_arrays([0, torch.tensor([2, 3])])
+    [tensor([0, 0]), tensor([2, 3])]
+    """
+    array = next((each for each in results if isinstance(each, (torch.Tensor, np.ndarray))), None)
+    if array is None:
+        return results
+    return [_full_like(array, each) if isinstance(each, Number) else each for each in results]
+
+
+def _full_like(array: torch.Tensor | np.ndarray, number: Any) -> torch.Tensor | np.ndarray:
+    if isinstance(array, np.ndarray):
+        return np.full(array.shape, number, np.result_type(array, number))
+    number = number.item() if isinstance(number, np.generic) else number
+    return torch.full_like(array, number, dtype=torch.result_type(array, number))
+
+
 def _same(kind: str, results: list[Any], name: str) -> Any:
     if any(each != results[0] for each in results):
         raise _differ(kind, name, "has a different value", (shortened(repr(each), 80) for each in results), " Pass a function as reduce.")
@@ -339,6 +373,9 @@ def compared(whole: Any, shared: Any, parts: Sequence[Any]) -> Compared:
     proves = True
     for place, of_whole in expected.items():
         one, other = _numbers(of_whole), _numbers(actual[place])
+        if any(isinstance(of_whole, kind) != isinstance(actual[place], kind) for kind in (torch.Tensor, np.ndarray)):
+            differing.append((place, actual[place], of_whole))
+            continue
         if one is None or other is None:
             if not _equal(of_whole, actual[place]):
                 differing.append((place, actual[place], of_whole))

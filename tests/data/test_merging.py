@@ -60,11 +60,17 @@ def equal(expected, actual):
         (Report(1.0, (0.0,)), Report(6.0, (5.0,)), Report(2.0, (1.0,))),
         (math.inf, math.inf, math.inf),
         (0, 5.0, 1.0),
+        (0.0, torch.tensor(5.0), torch.tensor(1.0)),
+        (np.array([5.0]), 0, np.array([4.0])),
     ],
     ids=repr,
 )
 def test_a_mean_is_weighted_by_samples(one, other, expected):
     assert equal(expected, merge("mean", one, other))
+
+
+COUNTS = [np.int64(3), np.float32(0.5), torch.tensor(3), torch.tensor([1.0, 2.0]), np.array([1, 2])]
+"""Counts of matches; a part without one keeps the 0 that they are added to."""
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,12 @@ def test_a_mean_is_weighted_by_samples(one, other, expected):
         (Counter(cat=1), Counter(dog=2, cat=1), Counter(cat=2, dog=2)),
         ({"n": 1, "split": "test", "done": True}, {"n": 2, "split": "test", "done": True}, {"n": 3, "split": "test", "done": True}),
         (None, None, None),
+        *((0, some, some) for some in COUNTS),
+        *((some, 0, some) for some in COUNTS),
+        (0.5, torch.tensor(1), torch.tensor(1.5)),
+        (torch.tensor(1), torch.tensor(0.5), torch.tensor(1.5)),
+        (1, np.array([1, 2], np.int8), np.array([2, 3], np.int8)),
+        (np.array([1], np.int8), np.array([0.5]), np.array([1.5])),
     ],
     ids=repr,
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parwrap
@@ -57,6 +57,32 @@ def test_the_usual_shapes_are_exact(size):
         expected = [function(*arguments) for _, function, arguments in cases]
         with parwrap.distributed():
             close(expected, [parwrap.evaluate(reduce=reduce)(function)(*arguments) for reduce, function, arguments in cases])
+
+
+COUNTS = {
+    "tensor": torch.sum,
+    "histogram": lambda found: torch.histc(found.float(), 4),
+    "array": lambda found: np.histogram(found.float(), 4)[0],
+    "number": lambda found: np.int64(found.sum()),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("count", COUNTS)
+def test_matches_on_some_ranks_only_have_the_type_of_one_process(size, check, count):
+    def matches(loader):
+        found = 0
+        for (x,) in loader:
+            if (x > 8).any():
+                found = found + COUNTS[count](x > 8)
+        return found
+
+    loader = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=3)
+    with parwrap.distributed():
+        actual = parwrap.evaluate(reduce="sum", check=check)(matches)(loader)
+
+    assert (type(matches(loader)), repr(matches(loader))) == (type(actual), repr(actual))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -97,6 +97,18 @@ def test_what_is_no_mean_is_computed_of_the_whole_with_one_warning_that_names_th
                 close(later, shared(scored(67, seed=1)))
 
 
+@pytest.mark.ranks(2)
+def test_a_type_that_depends_on_all_the_data_is_that_of_the_whole():
+    """Equal numbers of another type are another result."""
+
+    def count(loader):
+        count = sum(len(x) for x, _ in loader)
+        return torch.tensor(count) if count > 60 else count
+
+    with parwrap.distributed(), pytest.warns(UserWarning, match=r"is 101, but tensor\(101\) for all of the data"):
+        close(torch.tensor(101), parwrap.evaluate(reduce="sum")(count)(scored()))
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.usefixtures("nothing_is_warned_of")
 def test_metrics_of_gathered_predictions_are_those_of_scikit_learn():
