@@ -5,6 +5,7 @@ Ranks that split the data in different ways would read some samples twice and ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import PurePath
@@ -156,15 +157,22 @@ def _numbers_hash(value: torch.Tensor | np.ndarray) -> int:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta:
             return 0
-        value = value.detach()
-        spread = torch.arange(0, value.numel(), max(1, value.numel() // SPREAD), device=value.device)[:SPREAD]
-        some = (value.reshape(-1)[spread] if value.is_contiguous() else value[torch.unravel_index(spread, value.shape)]).cpu()
-        array = some.view(torch.uint8).numpy() if some.numel() and not some.is_complex() else some.resolve_conj().resolve_neg().numpy()
-        return crc32(array.tobytes(), crc32(str(value.numel()).encode()))
-    if value.dtype.hasobject:
+        array = _spread_values(value.detach()).cpu().resolve_conj().resolve_neg().view(torch.uint8).numpy()
+    elif value.dtype.hasobject:
         return 0
-    step = max(1, value.size // SPREAD)
-    return crc32(value.flat[: SPREAD * step : step].tobytes(), crc32(str(value.shape).encode()))  # copies no more of a view of a large file
+    else:
+        array = _spread_values(value)
+    return crc32(array.tobytes(), crc32(str(tuple(value.shape)).encode()))
+
+
+def _spread_values(value: Any) -> Any:
+    """The spread values of a tensor or an array, without a copy of the others: it may be a view of a large file."""
+    shape = tuple(value.shape) or (1,)
+    size = math.prod(shape)
+    if not size:
+        return value.reshape(-1)
+    places = np.arange(0, size, max(1, size // SPREAD))[:SPREAD]
+    return value.reshape(shape)[np.unravel_index(places, shape)]
 
 
 def _length(dataset: Any) -> int:

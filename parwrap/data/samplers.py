@@ -29,6 +29,7 @@ __all__ = [
     "distributed_sampler",
     "divides_itself",
     "is_plain",
+    "part_of",
     "refuse_nothing",
     "resampled",
     "samples_in",
@@ -100,11 +101,21 @@ def block(samples: int, rank: int, size: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-class SplitBatches:
-    """This rank's part of every batch, in order.
+def part_of(samples: list, rank: int, size: int) -> tuple[list, float]:
+    """The part of ``samples`` that rank ``rank`` of ``size`` trains on, and its weight in an average over ranks.
 
-    For each drawn batch, the weight of this rank's part in an average over ranks is added to ``weights``: its number of samples times the
-    number of ranks, divided by all samples. A rank without a part gets the first sample with weight 0, so that it joins the step.
+    The weight is the part's number of samples times the number of ranks, divided by all samples. A rank without a part gets the first
+    sample with weight 0, so that it joins the step.
+
+    >>> part_of([1, 2, 3], 1, 2), part_of([4], 1, 2)
+    (([3], 0.6666666666666666), ([4], 0.0))
+    """
+    mine = block(len(samples), rank, size)
+    return samples[mine.start : mine.stop] or samples[:1], len(mine) * size / (len(samples) or 1)
+
+
+class SplitBatches:
+    """This rank's part of every batch, in order. For each drawn batch, the weight of its part is added to ``weights``.
 
     >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
     >>> list(split), list(split.weights)
@@ -119,11 +130,9 @@ class SplitBatches:
     def __iter__(self) -> Iterator[list]:
         self.weights.clear()
         for batch in self.batches:
-            whole = list(batch)
-            mine = block(len(whole), self.rank, self.size)
-            part = whole[mine.start : mine.stop]
-            self.weights.append(len(part) * self.size / (len(whole) or 1))
-            yield part or whole[:1]
+            part, weight = part_of(list(batch), self.rank, self.size)
+            self.weights.append(weight)
+            yield part
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]

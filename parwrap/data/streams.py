@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from parwrap.data.samplers import DealtBatches, block, samples_in
+from parwrap.data.samplers import DealtBatches, part_of, samples_in
 from parwrap.errors import UsageError
 from parwrap.options import Options
 from parwrap.places import script_place
@@ -116,9 +116,8 @@ class CollatePart(NamedTuple):
     size: int
 
     def __call__(self, samples: list[Any]) -> Part:
-        mine = block(len(samples), self.rank, self.size)
-        part = samples[mine.start : mine.stop]
-        return Part(len(part) * self.size / (len(samples) or 1), self.collate(part or samples[:1]))
+        part, weight = part_of(samples, self.rank, self.size)
+        return Part(weight, self.collate(part))
 
 
 def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -> dict[str, Any]:

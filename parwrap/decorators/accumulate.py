@@ -55,17 +55,18 @@ class accumulate(ScopeDecorator):
     @contextmanager
     def scope(self, call: Call) -> Iterator[None]:
         if _open:
-            if self._steps != _open[-1]:
+            steps = _open[-1]._steps
+            if self._steps != steps:
+                around = f"--accumulate {steps} of the command" if _open[-1].of_command else f"parwrap.accumulate({steps})"
                 raise UsageError(
-                    f"parwrap.accumulate({self._steps}) cannot be opened inside parwrap.accumulate({_open[-1]}), because each batch counts "
-                    "for one step only. Use the same number for both, or remove one of the two. An option --accumulate of the command is "
-                    "one of them."
+                    f"parwrap.accumulate({self._steps}) cannot be opened inside {around}, because each batch counts for one step only. Use "
+                    "the same number for both, or remove one of the two."
                 )
             yield
             return
         with script_drops() as drops:
             accumulation = Accumulation(self._steps, no_sync, average_gradients, drops)
-            _open.append(self._steps)
+            _open.append(self)
             try:
                 with intercepting([accumulation], module_of(call.function)):
                     yield
@@ -87,5 +88,5 @@ class accumulate(ScopeDecorator):
             )
 
 
-_open: list[int] = []
-"""The steps of the open scope, if any."""
+_open: list[accumulate] = []
+"""The open scope, if any."""

@@ -46,6 +46,9 @@ class ScopeDecorator:
     layer: int = 0
     """Scopes on one function open in ascending order."""
 
+    of_command: bool = False
+    """Whether an option of the command opens it around the script."""
+
     not_here: ClassVar[Mapping[str, str]] = {}
     """Advice for options that this decorator does not have, by the option's name."""
 

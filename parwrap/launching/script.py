@@ -159,6 +159,7 @@ def _scope(script: Script) -> Iterator[None]:
     with script_scope(log=log, heard=heard, quiet=script.quiet, **script.scope), ExitStack() as around:
         opened = (getattr(parwrap, name)(*given.args, **given.kwargs) for name, given in script.decorators.items())
         for decorator in sorted(opened, key=lambda each: each.layer):
+            decorator.of_command = True
             around.enter_context(decorator)
         yield
 

@@ -39,6 +39,7 @@ def of_tensor(*numbers):
     return TensorDataset(torch.tensor(numbers))
 
 
+FORMS = [torch.Tensor.bfloat16, torch.Tensor.cfloat, torch.Tensor.numpy]
 WEIGHTED = [1.0, 2.0], [2.0, 1.0]
 
 
@@ -70,6 +71,10 @@ WEIGHTED = [1.0, 2.0], [2.0, 1.0]
         (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16), set()),
         (torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_sparse(), set()),
         (torch.arange(10**6), torch.arange(10**6), set()),
+        *(([form(torch.zeros(0, 2))], [form(torch.zeros(0, 2))], set()) for form in FORMS),
+        *(([form(torch.tensor(1))], [form(torch.tensor(2))], {"numbers"}) for form in FORMS),
+        *(([form(torch.arange(6))], [form(torch.arange(6).view(2, 3))], {"numbers"}) for form in FORMS),
+        *(([form(torch.arange(6).view(2, 3).t())], [form(torch.arange(6).view(3, 2))], {"numbers"}) for form in FORMS),
     ],
 )
 def test_what_of_a_dataset_is_compared(one, other, expected):

@@ -10,6 +10,11 @@ import pytest
 from parwrap.launching.script import script_traceback
 
 ROOT = Path(__file__).parents[2]
+ACCUMULATING = (
+    "import sys; from parwrap.launching.plan import Script; from parwrap.launching.script import run_alone; "
+    "from parwrap.launching.training_options import Given; "
+    "run_alone(Script(sys.argv[1], scope={}, decorators={'accumulate': Given((2,))}))"
+)
 RUN_ALONE = (
     "import sys; from parwrap.launching.plan import Script; from parwrap.launching.script import run_alone; "
     "run_alone(Script(sys.argv[1], tuple(sys.argv[3:]), sys.argv[2]))"
@@ -130,3 +135,13 @@ def test_a_process_can_be_tied_to_its_parent():
     started = subprocess.run([sys.executable, "-c", parent, child], env={"PYTHONPATH": str(ROOT)}, timeout=10, capture_output=True)
 
     assert started.returncode == 0
+
+
+def test_an_accumulate_of_the_script_that_differs_names_the_option_of_the_command(tmp_path):
+    (tmp_path / "train.py").write_text("import parwrap\nwith parwrap.accumulate(3):\n    pass\n")
+    _, _, stderr = outcome("-c", ACCUMULATING, "train.py", cwd=tmp_path)
+
+    assert stderr.endswith(
+        "UsageError: parwrap.accumulate(3) cannot be opened inside --accumulate 2 of the command, because each batch counts for one step "
+        "only. Use the same number for both, or remove one of the two.\n"
+    )

@@ -699,8 +699,13 @@ def test_steps_that_make_no_sense(steps):
 def test_inside_another():
     with parwrap.accumulate(2):
         assert [0, 0, -1] == trained(step, steps=2, batches=2)
-    with parwrap.accumulate(2), pytest.raises(parwrap.UsageError, match=r"accumulate\(3\) cannot be opened inside parwrap.accumulate\(2\)"):
+    with parwrap.accumulate(2), pytest.raises(parwrap.UsageError) as refusal:
         trained(step, steps=3)
+
+    assert str(refusal.value) == (
+        "parwrap.accumulate(3) cannot be opened inside parwrap.accumulate(2), because each batch counts for one step only. Use the same "
+        "number for both, or remove one of the two."
+    )
 
 
 def test_one_step_for_each_batch_changes_nothing():
