@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parameter import is_lazy
 
 from parwrap.errors import RankMismatchError
 from parwrap.ranks.agreement import agree_on, first_other
@@ -39,8 +40,10 @@ class _Buffer(NamedTuple):
 
     def tensor(self) -> torch.Tensor | None:
         module = self.module()
-        buffer = None if module is None else registered_buffers(module).get(self.name)
-        return buffer if isinstance(buffer, torch.Tensor) and not buffer.is_inference() and buffer.layout == torch.strided else None
+        buffer = None if module is None else getattr(module, self.name, None)
+        if not isinstance(buffer, torch.Tensor) or is_lazy(buffer) or buffer.is_inference() or buffer.layout != torch.strided:
+            return None
+        return buffer
 
 
 class Buffers:
@@ -65,14 +68,15 @@ class Buffers:
                     self._note(inner, name, buffer)
         self._before: dict[_Buffer, tuple[int, int]] = {}
         self._moving: list[_Buffer] = []
+        self._kept: list[nn.Module | None] = []
         self._backwards_left = 0
         # no hook on forwards: torch.compile would trace it
         self._hook = register_module_buffer_registration_hook(self._note)
 
     def _note(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         """Note a buffer as it is now, before a forward has changed it."""
-        if not is_alone() and buffer is not None and not buffer.is_inference():
-            self._modules.setdefault(module, {})[name] = _state(buffer)
+        if not is_alone() and buffer is not None and (is_lazy(buffer) or not buffer.is_inference()):
+            self._modules.setdefault(module, {})[name] = (id(buffer), -1) if is_lazy(buffer) else _state(buffer)
 
     def put_in_eval(self, module: nn.Module) -> None:
         """Record that the script has put ``module`` in eval mode."""
@@ -82,11 +86,24 @@ class Buffers:
             self._has_evaluated = True
 
     def watch(self) -> None:
-        """Begin to find out which buffers training changes; called for each new set of parameters."""
+        """Begin to find out which buffers training changes; called for each new set of parameters.
+
+        Until the next set, modules whose buffers are sent are kept alive: the garbage collector may find them earlier on one rank.
+        """
         self._backwards_left = STEPS
-        self._moving = [buffer for buffer in self._moving if buffer.tensor() is not None]
+        self._forget_dead()
         buffers = [buffer for module in list(self._modules) if not isinstance(module, NormBase) for buffer in _buffers([module])]
         self._before = {buffer: _state(tensor) for buffer in buffers if (tensor := buffer.tensor()) is not None}
+        self._kept = [buffer.module() for buffer in (*self._moving, *self._before)]
+
+    def _forget_dead(self) -> None:
+        """Send no more buffers of modules that the script has dropped on any rank."""
+        self._kept.clear()
+        if self._moving:
+            alive = torch.tensor([buffer.tensor() is not None for buffer in self._moving], dtype=torch.int64)
+            with self._group.control_message("buffers that are still used"):
+                dist.all_reduce(alive, dist.ReduceOp.MIN, group=self._group.control)
+            self._moving = [buffer for buffer, used in zip(self._moving, alive.tolist(), strict=True) if used]
 
     def after_backward(self) -> None:
         """Send the buffers that training changes."""
@@ -100,6 +117,7 @@ class Buffers:
                 ]
                 self._moving += [buffer for buffer in moved if buffer not in self._moving]
                 self._before = {}
+                self._kept = [buffer.module() for buffer in self._moving]
                 _agree_on(self._group, "agreement on the buffers that training changes", self._moving)
         if self._moving:
             self._send(self._moving, "sending the buffers that training changes")
@@ -144,10 +162,11 @@ class Buffers:
     def close(self) -> None:
         """Remove the hook that notes new modules."""
         self._hook.remove()
+        self._kept.clear()
 
 
 def _buffers(modules: Iterable[nn.Module]) -> list[_Buffer]:
-    return [_Buffer(weakref.ref(module), name) for module in modules for name in registered_buffers(module)]
+    return [_Buffer(weakref.ref(module), name) for module in modules for name, _ in registered_buffers(module).items()]
 
 
 def _write(tensor: torch.Tensor, sent: torch.Tensor) -> None:
