@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parwrap.ranks.platform import KILL, OPEN_OWN, known_signals, run_after_fork
+from parwrap.ranks.platform import KILL, OPEN_OWN, known_signals, raise_in_main_thread, run_after_fork
 from parwrap.torch_private.elastic import process_context
 
 __all__ = ["Terminated", "forward_once", "note_signals", "raise_on_sigterm", "terminate"]
@@ -28,6 +29,14 @@ ARRIVING = 0.5
 SAME = 5.0
 """Seconds after which a signal that a rank recorded counts as a different one from the launcher's."""
 
+FINISHING = 20.0
+"""Seconds for a rank that handles an exception when SIGTERM arrives; the launcher kills it after 30."""
+
+AGAIN = 0.5
+"""Seconds after which such a rank looks whether it still handles the exception."""
+
+_finishing_until: float | None = None
+
 
 class Terminated(SystemExit):
     """SIGTERM has arrived, for example because another rank has failed. Its exit code is the one that a shell shows."""
@@ -36,10 +45,17 @@ class Terminated(SystemExit):
 def terminate(number: int, frame: object) -> None:
     """The handler of SIGTERM in a rank: raises :class:`Terminated`, so that ``finally`` blocks run.
 
-    While the rank already handles an exception, the handler does nothing: ``finally`` blocks are running, and the launcher waits for them.
+    While the rank handles an exception, ``finally`` blocks may be running: they get :data:`FINISHING` seconds. So does an ``except`` block,
+    which looks the same. At a backward, ``frame`` is ``None``: the script trains, and all ranks raise there.
     """
-    if sys.exc_info()[1] is None:
+    global _finishing_until
+    _finishing_until = _finishing_until or time.monotonic() + FINISHING
+    if sys.exc_info()[1] is None or frame is None or time.monotonic() > _finishing_until:
+        _finishing_until = None
         raise Terminated(128 + number)
+    again = threading.Timer(AGAIN, raise_in_main_thread, (number,))
+    again.daemon = True
+    again.start()
 
 
 def raise_on_sigterm() -> None:
