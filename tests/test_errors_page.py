@@ -70,6 +70,7 @@ COMPOSED = {
     "rank ... of ... failed later at ...",
     "rank ... of ... was killed by SIGKILL (out of memory?)",
     "rank ... of ... exited with code ...",
+    "rank ... of ... ended with code 0 before the end of the script, and other ranks went on without it",
     "node ... was stopped by SIGTERM",
 }
 """Entries for texts that the launcher composes: who failed, and how."""

@@ -41,7 +41,7 @@ from torch.distributed.run import config_from_args
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.intercept.patch import Patch, installed
-from parwrap.launching.failures import Failure, read_failures, report, unexplained
+from parwrap.launching.failures import Failure, read_failures, report, unexplained, unfinished
 from parwrap.launching.nodes import Nodes
 from parwrap.launching.output import RankOutput
 from parwrap.launching.plan import ONE_NODE, LaunchPlan
@@ -58,6 +58,9 @@ __all__ = ["launch"]
 
 FOLLOWING = 0.3
 """Seconds to wait for other ranks to exit after the first rank has ended with ``sys.exit`` or similar."""
+
+LEFT_ALONE = 10.0
+"""Seconds that other ranks may go on after one has ended with code 0 before the end of its script, as all may do by ``os._exit(0)``."""
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -230,22 +233,31 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
 
     Torch's own check would wait forever for the return value of such a process. The wrapper also records processes that ended without a
     report, before torch ends the other processes. A failure on one of the ``nodes`` fails the job on all nodes, and no node finishes before
-    the others.
+    the others. A process that ended with 0 before the end of its script has failed if other ranks go on: they may wait for it forever.
     """
+    left_since: float | None = None
 
     def record(environ: dict[str, str], code: int) -> None:
         failure = unexplained(environ, code)
         if failure.write(failures) and environ["TORCHELASTIC_RESTART_COUNT"] != environ["TORCHELASTIC_MAX_RESTARTS"]:
             print(failure, file=sys.stderr)  # the final report covers the last attempt
 
+    def left(context: MultiprocessContext) -> list[int]:
+        processes = process_context(context).processes
+        return [rank for rank, each in enumerate(processes) if each.exitcode == 0 and unfinished(failures, each.pid).exists()]
+
     def recorded_codes(context: MultiprocessContext) -> list[int | None]:
         codes = [process.exitcode for process in process_context(context).processes]
         for local_rank, code in enumerate(codes):
             if code:
                 record(context.envs[local_rank], code)
+        if any(codes) and all(failure.lost_another for failure in read_failures(failures)):
+            for local_rank in left(context):
+                record(context.envs[local_rank], 0)
         return codes
 
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
+        nonlocal left_since
         processes = process_context(context).processes
         codes = recorded_codes(context)
         if any(codes) and _all_left(failures):
@@ -265,6 +277,16 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
         elif all(code == 0 for code in codes) and nodes.finish():
             context.close()
             return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
+        elif left(context):
+            left_since = left_since or time.monotonic()
+            if time.monotonic() - left_since > LEFT_ALONE:
+                for local_rank in left(context):
+                    record(context.envs[local_rank], 0)
+                context.close()
+                nodes.exchange()
+                result = RunProcsResult(failures={rank: ProcessFailure(rank, processes[rank].pid, 1, "") for rank in left(context)})
+        else:
+            left_since = None
         return result
 
     return poll

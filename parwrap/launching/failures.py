@@ -28,7 +28,18 @@ from parwrap.launching.signals import Terminated, terminate
 from parwrap.places import Place, from_script
 from parwrap.ranks.processes import signal_name
 
-__all__ = ["Failure", "Recorder", "causes_first", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
+__all__ = [
+    "Failure",
+    "Recorder",
+    "causes_first",
+    "exit_status",
+    "name_of_node",
+    "node_name",
+    "read_failures",
+    "report",
+    "unexplained",
+    "unfinished",
+]
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Failure:
         size: the number of ranks.
         attempt: the number of restarts before it.
         time: the time of the failure, in seconds since the epoch.
-        ending: an exception, ``sys.exit`` or similar, or a signal.
+        ending: an exception, ``sys.exit`` or similar, a signal, or exit code 0 before the end of the script.
         status: the exit code; for a signal 128 plus its number.
         text: the traceback, or the message of ``sys.exit``.
         exception: the exception in one line; empty if the rank ended without a report.
@@ -52,7 +63,7 @@ class Failure:
     size: int
     attempt: int
     time: float
-    ending: Literal["raised", "exited", "killed"]
+    ending: Literal["raised", "exited", "killed", "left"]
     status: int
     text: str = ""
     exception: str = ""
@@ -125,6 +136,11 @@ class Failure:
             return self.exception
         if self.ending == "exited":
             return f"exited with code {self.status}" + (f": {self.text}" if self.text else "")
+        if self.ending == "left":
+            return (
+                "ended with code 0 before the end of the script, and other ranks went on without it: "
+                "call sys.exit() instead of os._exit(0), on all ranks"
+            )
         name = signal_name(self.status - 128)
         return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
@@ -263,6 +279,11 @@ def causes_first(failure: Failure) -> tuple[bool, float]:
     return bool(failure.exception) or aborted, failure.time
 
 
+def unfinished(directory: Path, process: int) -> Path:
+    """A file in ``directory`` that exists until the rank with this ``process`` has reached the end of its script."""
+    return directory / f"unfinished-{process}"
+
+
 def unexplained(environ: Mapping[str, str], code: int) -> Failure:
     """The failure of a rank whose process ended with ``code`` just now, without a report; its launch variables identify it."""
     return Failure(
@@ -270,8 +291,8 @@ def unexplained(environ: Mapping[str, str], code: int) -> Failure:
         size=int(environ["WORLD_SIZE"]),
         attempt=int(environ["TORCHELASTIC_RESTART_COUNT"]),
         time=time.time(),
-        ending="exited" if code > 0 else "killed",
-        status=code if code > 0 else 128 - code,
+        ending="exited" if code > 0 else "killed" if code < 0 else "left",
+        status=code if code > 0 else 128 - code if code < 0 else 1,
         node=name_of_node(environ),
     )
 

@@ -27,7 +27,7 @@ from zipfile import is_zipfile
 
 import torch
 
-from parwrap.launching.failures import Recorder, exit_status
+from parwrap.launching.failures import Recorder, exit_status, unfinished
 from parwrap.launching.fork_server import BLOCKED
 from parwrap.launching.output import ALL_RANKS, LOG, Pipes
 from parwrap.launching.plan import Script
@@ -79,6 +79,9 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
     is_replica = script.scope is not None and os.environ["RANK"] != "0"
     error: BaseException | None = None
     recorder = Recorder(Path(failures), os.environ, script_traceback)
+    runs = unfinished(Path(failures), os.getpid())
+    if script.scope is not None:
+        runs.touch()
     try:
         with recorder:
             if script.scope is not None:
@@ -88,6 +91,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
             _run(script, recorder, ending=nullcontext() if script.scope is None else _running_exit_handlers())
     except BaseException as raised:
         error = raised
+    runs.unlink(missing_ok=True)
     status = 0 if error is None else exit_status(error)
     if script.scope is None or not (is_replica or status):
         _end_like_an_interpreter()

@@ -77,6 +77,33 @@ def test_a_script_may_end_itself(parwrap_run, script, source, outcome):
     assert outcome == parwrap_run("--nproc-per-node", "2", "--plain", script(source))
 
 
+IMPATIENT = (
+    "import runpy; from parwrap.launching import agent; agent.LEFT_ALONE = 0.3; runpy.run_module('parwrap.run', run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize("waits", ["parwrap.barrier()", "import time; time.sleep(99)"])
+def test_a_rank_that_leaves_silently_ends_the_others(started, environ, script, waits):
+    """Those lose their connection, or go on."""
+    path = script(f"import os, parwrap\nif parwrap.rank() == 1: os._exit(0)\n{waits}")
+    process = started("-c", IMPATIENT, "--nproc-per-node", "2", path)
+    _, stderr = process.communicate(timeout=WITHIN)
+    assert_no_process_left(process)
+
+    assert 1 == process.returncode
+    assert stderr.endswith(
+        "rank 1 of 2 ended with code 0 before the end of the script, and other ranks went on without it: call sys.exit() instead of "
+        "os._exit(0), on all ranks\n"
+    ), stderr
+    assert [] == left_in(environ)
+
+
+def test_all_ranks_may_leave_silently(parwrap_run, script):
+    path = script("import os, time, parwrap\nprint('done', flush=True)\ntime.sleep(0.5 * (parwrap.rank() == 0))\nos._exit(0)")
+
+    assert (0, "done\n", "") == parwrap_run("--nproc-per-node", "2", path)
+
+
 LEAVES = """
 import atexit, os, signal, sys, threading, time, parwrap
 from parwrap.loop import interrupts
