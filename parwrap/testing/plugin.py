@@ -34,8 +34,9 @@ import re
 import sys
 import textwrap
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.unittest import TestCaseFunction
@@ -128,7 +129,7 @@ def _run(item: pytest.Function, size: int, timeout: float, fresh: bool) -> None:
             reports = pool.run(task, timeout)
             for first in reports:
                 if first.outcome != "passed":
-                    _end_like(first, reports, pool.ranks)
+                    _end_like(item, first, reports, pool.ranks)
             if len(reports) < size:
                 pytest.fail(_where_all_are(pool.ranks, reports, timeout), pytrace=False)
         finally:
@@ -182,7 +183,7 @@ def _why(error: Exception) -> str:
     return f"{local[1]} is defined inside a function, where the ranks cannot find it" if local else str(error)
 
 
-def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:
+def _end_like(item: pytest.Function, first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:
     """Skip, xfail or fail the test as the rank of ``first`` did; the traceback of a failure comes last."""
     if first.outcome == "skipped":
         raise pytest.skip.Exception(first.headline, _use_item_location=True)
@@ -194,7 +195,21 @@ def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoRetu
     said = [_said(first.rank, first.headline), *(_said(rank, line) for rank, line in lines.items())]
     if first.text:
         said.append(_said(first.rank, f"\n{first.text}"))
+    if any(mark.kwargs.get("raises") for mark in item.iter_markers("xfail")):
+        raise _failure_of_kind("\n".join(said), first.kind)
     pytest.fail("\n".join(said), pytrace=False)
+
+
+def _failure_of_kind(text: str, kind: bytes) -> BaseException:
+    """A failure as of ``pytest.fail``, which is also of the class ``kind``: pytest compares it with ``xfail(raises=...)``."""
+    with suppress(Exception):  # this process cannot import the class, or it allows no second base
+        raised = pickle.loads(kind)
+        if not issubclass(raised, (KeyboardInterrupt, pytest.exit.Exception)):  # they would end pytest
+            both: Any = type("Failed", (pytest.fail.Exception, raised), {"__init__": lambda self, text: None, "__module__": "builtins"})
+            error: BaseException = both(text)
+            vars(error).update(msg=text, pytrace=False)
+            return error
+    return pytest.fail.Exception(text, pytrace=False)
 
 
 def _where_all_are(ranks: list[Rank], reports: list[Report], timeout: float) -> str:

@@ -19,9 +19,10 @@ import tempfile
 import threading
 import time
 import types
+import unittest
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -116,6 +117,7 @@ class Report:
         time: when the test ended, in seconds since the epoch.
         headline: the exception, the reason of a skip or how the process died, in one line.
         text: the traceback, as pytest shows it.
+        kind: the class of the exception, or the nearest base class that can be pickled; pickled.
     """
 
     rank: int
@@ -123,6 +125,7 @@ class Report:
     time: float
     headline: str = ""
     text: str = ""
+    kind: bytes = b""
 
 
 def run(setup: RankSetup, connection: Connection) -> None:
@@ -263,7 +266,7 @@ def _comparisons_explained(config: pytest.Config) -> AbstractContextManager[Any]
 
 def _report(rank: int, error: BaseException, config: pytest.Config) -> Report:
     now = time.time()
-    if isinstance(error, pytest.skip.Exception):
+    if isinstance(error, (pytest.skip.Exception, unittest.SkipTest)):
         return Report(rank, "skipped", now, str(error))
     if isinstance(error, pytest.xfail.Exception):
         return Report(rank, "xfailed", now, str(error))
@@ -273,4 +276,12 @@ def _report(rank: int, error: BaseException, config: pytest.Config) -> Report:
         style = "long" if len(failure.traceback) <= 3 else "short"  # run(), the test and one function that it calls
     text = io.StringIO()
     failure.getrepr(showlocals=config.getoption("showlocals"), style=style, funcargs=True).toterminal(TerminalWriter(text))
-    return Report(rank, "failed", now, failure.exconly(tryshort=True).partition("\n")[0], text.getvalue().strip("\n"))
+    headline = failure.exconly(tryshort=True).partition("\n")[0]
+    return Report(rank, "failed", now, headline, text.getvalue().strip("\n"), _pickled_class(error))
+
+
+def _pickled_class(error: BaseException) -> bytes:
+    for each in type(error).__mro__:
+        with suppress(Exception):  # a class in a function
+            return pickle.dumps(each)
+    return b""

@@ -160,6 +160,7 @@ def test_a_death_is_blamed_before_the_errors_by_which_the_others_noticed_it(tmp_
     [
         ("pytest.skip('not today')", "skipped", "SKIPPED*test_inner.py:*: not today"),
         ("pytest.importorskip('no_such_module')", "skipped", "SKIPPED*test_inner.py:*: could not import 'no_such_module'*"),
+        ("raise unittest.SkipTest('not here')", "skipped", "SKIPPED*test_inner.py:*: not here"),
         ("pytest.xfail('known')", "xfailed", "XFAIL test_inner.py::test_it - *known"),
     ],
 )
@@ -167,6 +168,39 @@ def test_one_rank_can_skip_or_xfail_the_test(run: Run, leave: str, outcome: str,
     result = run(on_two_ranks(f"if rank() == 1: {leave}\ndist.barrier()"), "-rsx")
     result.assert_outcomes(**{outcome: 1})
     result.stdout.fnmatch_lines([shown])
+
+
+def test_xfail_expects_the_exception_of_a_rank(run: Run):
+    result = run(
+        """
+        class Known(LookupError):
+            def __init__(self, code, why):
+                super().__init__(code, why)
+
+        def fails(kind, *args):
+            if rank() == 1:
+                raise kind(*args)
+            dist.barrier()
+
+        @pytest.mark.xfail(raises=(OSError, LookupError))
+        @pytest.mark.ranks(2)
+        def test_known():
+            fails(Known, 3, "known")
+
+        @pytest.mark.xfail(raises=(OSError, LookupError))
+        @pytest.mark.ranks(2)
+        def test_another():
+            fails(ValueError, "another")
+
+        @pytest.mark.xfail(raises=LookupError)
+        @pytest.mark.ranks(2)
+        def test_of_a_local_class():
+            raise type("Local", (Known,), {})(1, "local")
+        """,
+        "-rxf",
+    )
+    result.assert_outcomes(xfailed=2, failed=1)
+    result.stdout.fnmatch_lines(["FAILED test_inner.py::test_another - Failed: [[]rank 1] ValueError: another"])
 
 
 def test_the_output_of_each_rank_is_a_section_of_its_own(run: Run):
