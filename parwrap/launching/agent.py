@@ -47,7 +47,7 @@ from parwrap.launching.output import RankOutput
 from parwrap.launching.plan import ONE_NODE, LaunchPlan
 from parwrap.launching.routes import await_rendezvous, endpoint
 from parwrap.launching.script import run_rank
-from parwrap.launching.signals import forward_once
+from parwrap.launching.signals import forward_messages, forward_once, noting_messages
 from parwrap.launching.waiting import reporting_wait
 from parwrap.ranks.rendezvous import job_folder, private_folder
 from parwrap.ranks.world import INIT_METHOD
@@ -110,7 +110,8 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
             stack.enter_context(output.passed_on())
             wrappers, pipes = [*wrappers, output.rendezvous], output.pipes
         patches = [Patch(SimpleElasticAgent, RENDEZVOUS, each) for each in wrappers]
-        poll, close = _ends_by_exit_code(failures, nodes), forward_once(failures, processes)
+        messages = stack.enter_context(noting_messages())
+        poll, close = _ends_by_exit_code(failures, nodes, messages), forward_once(failures, processes)
         stack.enter_context(installed([Patch(MultiprocessContext, POLL, poll), Patch(MultiprocessContext, CLOSE, close), *patches]))
         try:
             ranks(plan.script, variables, plan.threads, str(failures), pipes)
@@ -228,12 +229,13 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
     return f"the nodes lost their connection at {host} port {port}: {text.partition(chr(10))[0]}"
 
 
-def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
+def _ends_by_exit_code(failures: Path, nodes: Nodes, messages: list[int]) -> Callable:
     """A wrapper for the method with which torch checks its processes: a process that ended with 0 has succeeded.
 
     Torch's own check would wait forever for the return value of such a process. The wrapper also records processes that ended without a
     report, before torch ends the other processes. A failure on one of the ``nodes`` fails the job on all nodes, and no node finishes before
     the others. A process that ended with 0 before the end of its script has failed if other ranks go on: they may wait for it forever.
+    Ranks get the signals in ``messages``.
     """
     left_since: float | None = None
 
@@ -259,6 +261,7 @@ def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
         nonlocal left_since
         processes = process_context(context).processes
+        forward_messages(messages, failures, processes)
         codes = recorded_codes(context)
         if any(codes) and _all_left(failures):
             until = time.monotonic() + FOLLOWING

@@ -12,8 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from parwrap.ranks.platform import KILL, OPEN_OWN, known_signals, raise_in_main_thread, run_after_fork
 from parwrap.torch_private.elastic import process_context
 
-__all__ = ["Terminated", "forward_once", "note_signals", "raise_on_sigterm", "terminate"]
+__all__ = ["Terminated", "forward_messages", "forward_once", "note_signals", "noting_messages", "raise_on_sigterm", "terminate"]
 
 ARRIVING = 0.5
 """Seconds after which a signal to the launcher and the ranks has reached all of them."""
@@ -34,6 +34,9 @@ FINISHING = 20.0
 
 AGAIN = 0.5
 """Seconds after which such a rank looks whether it still handles the exception."""
+
+MESSAGES = known_signals("SIGUSR1", "SIGUSR2")
+"""Signals whose meaning is the script's, such as to save: they end no launch."""
 
 _finishing_until: float | None = None
 
@@ -100,15 +103,39 @@ def forward_once(directory: Path, closed: list[Any]) -> Callable:
         if number != getattr(sys.exc_info()[1], "sigval", None):  # torch ends the ranks for another reason
             return wrapped(*args, **kwargs)
         end = time.monotonic() + kwargs["timeout"]
-        left = _without(directory, number, processes)
-        for process in left:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+        _send(directory, number, processes)
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
         return wrapped(*args, **{**kwargs, "death_sig": KILL})
 
     return close
+
+
+@contextmanager
+def noting_messages() -> Iterator[list[int]]:
+    """Note :data:`MESSAGES` to this launcher in the block, which they would end. Ignored ones stay. :func:`forward_messages` sends them."""
+    noted: list[int] = []
+    ours = [number for number in MESSAGES if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, lambda number, frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def forward_messages(noted: list[int], directory: Path, processes: list[Any]) -> None:
+    """Send each ``noted`` signal to the ranks that have not received it, as plain ``python`` would receive it."""
+    while noted:
+        _send(directory, noted.pop(0), processes)
+
+
+def _send(directory: Path, number: int, processes: list[Any]) -> None:
+    """Send a signal to those of ``processes`` that have not received it."""
+    for process in _without(directory, number, processes):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
