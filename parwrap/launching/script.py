@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import pkgutil
 import re
 import runpy
 import signal
@@ -20,8 +21,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec
+from io import BytesIO
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn, TextIO, cast
 from zipfile import is_zipfile
 
@@ -136,9 +139,14 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
 def run_target(kind: str, target: str) -> None:
     """Run the module or file ``target`` as ``__main__``, as plain ``python`` does."""
     if kind == "module":
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        except ImportError as error:
+            if script_traceback(error) is None:  # there is no such module, or it cannot be executed
+                sys.exit(f"{sys.executable}: {error}")
+            raise
     elif Path(target).is_dir() or is_zipfile(target):
-        runpy.run_path(os.path.abspath(target), run_name="__main__")
+        _run_application(os.path.abspath(target))
     else:
         _run_file(target)
 
@@ -168,16 +176,32 @@ def _scope(script: Script) -> Iterator[None]:
         yield
 
 
+def _run_application(path: str) -> None:
+    """Run the ``__main__`` in the directory or zip file at ``path``, which becomes the first entry of ``sys.path``."""
+    sys.path[: not getattr(sys.flags, "safe_path", False)] = [path]
+    finder = pkgutil.get_importer(path)
+    spec = finder.find_spec("__main__") if finder else None
+    if spec is None:
+        sys.exit(f"{sys.executable}: can't find '__main__' module in {path!r}")
+    _run_as_main(module_from_spec(spec), cast(CodeType, cast(SourceFileLoader, spec.loader).get_code("__main__")))
+
+
 def _run_file(path: str) -> None:
     """Like ``runpy.run_path``, but ``__main__`` is kept for exit handlers, and ``sys.argv[0]`` is unchanged."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__loader__ = loader = SourceFileLoader("__main__", main.__file__)
-    vars(main).update(__builtins__=builtins, __cached__=None)
+    vars(main).update(__cached__=None)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
+    data = loader.get_data(main.__file__)
+    _run_as_main(main, pkgutil.read_code(BytesIO(data)) or loader.source_to_code(data, main.__file__))  # a .pyc file, or a source
+
+
+def _run_as_main(main: ModuleType, code: CodeType) -> None:
+    vars(main).update(__builtins__=builtins)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second name is that of its classes in spawned processes
-    exec(loader.source_to_code(loader.get_data(main.__file__), main.__file__), vars(main))
+    exec(code, vars(main))
 
 
 def _local_rank_option(script: Script) -> list[str]:

@@ -1,6 +1,8 @@
 """The only rank runs a script in its own process: everything about it is as under plain ``python``."""
 
 import json
+import py_compile
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,13 +56,22 @@ MODULES = {
     "recipes/__main__.py": "from . import digits\nimport sys; print(sys.argv, __name__, __package__, __file__)",
     "recipes/digits.py": "import sys; print(sys.argv, __name__, __package__)",
 }
-APP = {"app/__main__.py": "import sys, near; print(sys.argv[1:], __name__, sys.path[0])", "app/near.py": ""}
+APP = {"app/__main__.py": "import sys, near; print(sys.argv, __name__, sys.path[0], __file__, __spec__.name)", "app/near.py": ""}
 
 CASES = {
     **{name: ({"scripts/train.py": source}, ("scripts/train.py", ("--lr", "0.1"), "file")) for name, source in SCRIPTS.items()},
     "a package": (MODULES, ("recipes", ("x",), "module")),
     "a module": (MODULES, ("recipes.digits", ("x",), "module")),
-    "a directory": (APP, ("app", (), "file")),
+    "a package without __main__": ({"recipes/__init__.py": ""}, ("recipes", (), "module")),
+    "a module that is not there": ({"recipes/__init__.py": ""}, ("recipes.none", (), "module")),
+    "a module that imports one that is not there": (
+        {"recipes.py": "import sys; sys.excepthook = lambda *failure: print(failure[:2])\nimport recipes_of_none"},
+        ("recipes", (), "module"),
+    ),
+    "a directory": (APP, ("app", ("x",), "file")),
+    "a zip file": (APP, ("app.zip", ("x",), "file")),
+    "a zip file without __main__": ({"app/near.py": ""}, ("app.zip", ("x",), "file")),
+    "a compiled file": ({"train.pyc": "import sys; print(sys.argv, sys.path[0], __file__, __name__)"}, ("train.pyc", ("x",), "file")),
 }
 """The files, and the target, arguments and kind of the script."""
 
@@ -86,10 +97,14 @@ if cases:
 
 def test_it_runs_as_under_plain_python(tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp("alone") for name in CASES}
-    for name, (files, _) in CASES.items():
+    for name, (files, script) in CASES.items():
         for path, source in files.items():
             (folders[name] / path).parent.mkdir(exist_ok=True)
             (folders[name] / path).write_text(source)
+            if path.endswith(".pyc"):
+                py_compile.compile(folders[name] / path, folders[name] / path)
+        if script[0] == "app.zip":
+            shutil.make_archive(folders[name] / "app", "zip", folders[name] / "app")
     cases = [(str(folders[name]), script) for name, (_, script) in CASES.items()]
 
     assert (0, "", "") == outcome("-c", EACH_IN_A_FORK, json.dumps(cases), cwd=ROOT)
