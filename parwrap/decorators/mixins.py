@@ -42,8 +42,8 @@ class _Methods(NamedTuple):
 TRAINING = _Methods(("train", "fit"), "parwrap_methods")
 EVALUATING = _Methods(("evaluate", "validate", "test"), "parwrap_evaluate_methods")
 
-_running: list[tuple[Any, _Methods]] = []
-"""The instances, or classes, whose decorated methods run."""
+_running: dict[object, tuple[Any, _Methods]] = {}
+"""The instances, or classes, whose decorated methods run; a key for each call, because calls in threads end in any order."""
 
 
 class _Mixin:
@@ -177,17 +177,17 @@ def _once(method: Callable[..., Any], methods: _Methods, decorators: list[ScopeD
 
     @functools.wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _running.append((self, methods))
+        _running[call := object()] = self, methods
         try:
             return method(self, *args, **kwargs)
         finally:
-            _running.pop()
+            del _running[call]
 
     decorated = _wrapped(noted, decorators)
 
     @functools.wraps(noted)
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runs = any(each is self and of is methods for each, of in _running)
+        runs = any(each is self and of is methods for each, of in list(_running.values()))
         return (method if runs else decorated)(self, *args, **kwargs)
 
     if methods is TRAINING:

@@ -1,6 +1,7 @@
 """Classes whose training methods run as decorated functions do."""
 
 import pickle
+import threading
 
 import pytest
 import torch
@@ -84,6 +85,30 @@ def test_class_methods_and_static_methods():
 
     assert [("Fitting", first_of(5)), ("Again", first_of(6))] == [Fitting.fit(), Again.fit()]
     assert [(1, first_of(5))] * 2 == [Fitting.train(1), Fitting().train(1)]
+
+
+def test_instances_in_threads_open_their_scopes_once_each(monkeypatch):
+    class Trainer(parwrap.AccumulateMixin, steps=2):
+        def fit(self, starts, ends):
+            starts.set()
+            assert ends.wait(60)
+            self.train()
+
+        def train(self):
+            pass
+
+    opened, scope = [], parwrap.accumulate.scope
+    monkeypatch.setattr(parwrap.accumulate, "scope", lambda *given: opened.append(threading.current_thread()) or scope(*given))
+    events = [threading.Event() for _ in range(4)]
+    threads = [threading.Thread(target=Trainer().fit, args=events[at : at + 2]) for at in (0, 2)]
+    for thread, (started, _) in zip(threads, (events[:2], events[2:]), strict=True):
+        thread.start()
+        assert started.wait(60)
+    for thread, (_, ends) in zip(threads, (events[:2], events[2:]), strict=True):  # the first to start is the first to end
+        ends.set()
+        thread.join()
+
+    assert threads == opened
 
 
 def test_an_instance_is_pickled_as_any():
