@@ -31,7 +31,7 @@ from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
 from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line, shortened
 from parwrap.intercept.patch import Patch, installed
-from parwrap.intercept.torch_calls import intercepting
+from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.loop.random_streams import get_states, set_states
 from parwrap.places import warn
 from parwrap.rank_zero.calls import Opening
@@ -454,7 +454,7 @@ class _Effects:
             self._wrote(args[1] if len(args) > 1 else kwargs.get("f"))
             return wrapped(*args, **kwargs)
 
-        patches = [Patch(builtins, "open", opens), Patch(torch, "save", saves)]
+        patches = [Patch(builtins, "open", opens), *(Patch(module, "save", saves) for module in SERIALIZATION)]
         with installed(patches, module_of(self._call.function)), redirect_stdout(_Tee(sys.stdout, self._printed)):
             yield
 

@@ -24,7 +24,7 @@ from parwrap.errors import UsageError, counted
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
-from parwrap.intercept.torch_calls import intercepting
+from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import Pass
@@ -73,7 +73,7 @@ class explain(ScopeDecorator):
             return
         watcher, module = _Watcher(loop), module_of(call.function)
         patches = [
-            Patch(torch, "save", watcher.save),
+            *(Patch(module, "save", watcher.save) for module in SERIALIZATION),
             Patch(builtins, "open", watcher.open),
             Patch(builtins, "print", watcher.print),
         ]

@@ -38,7 +38,10 @@ from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
 from parwrap.torch_private.modules import APPLY, CALL
 
-__all__ = ["intercepting"]
+__all__ = ["SERIALIZATION", "intercepting"]
+
+SERIALIZATION = (torch, torch.serialization)
+"""The modules with ``save`` and ``load``: a script may call them under either name."""
 
 Patches = list[Patch | AbstractContextManager]
 
@@ -299,7 +302,7 @@ def _saved(interceptor: Interceptor) -> Patches:
 
         with_thing(*args, **kwargs)
 
-    return [Patch(torch, "save", save)]
+    return [Patch(module, "save", save) for module in SERIALIZATION]
 
 
 def _call(interceptor: Interceptor) -> Patches:

@@ -29,6 +29,7 @@ import torch
 from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
 
 from parwrap.intercept.patch import Patch, is_patched
+from parwrap.intercept.torch_calls import SERIALIZATION
 
 __all__ = ["WRITING", "Change", "FileCalls", "Opening", "patches"]
 
@@ -137,8 +138,8 @@ def patches(files: FileCalls) -> list[Patch | AbstractContextManager]:
         *_on_paths(files.listing, LISTINGS),
         *_on_paths(files.attribute, ATTRIBUTES),
         *_command_patches(files),
-        Patch(torch, "save", _saving(files)),
-        Patch(torch, "load", _loading(files)),
+        *(Patch(module, "save", _saving(files)) for module in SERIALIZATION),
+        *(Patch(module, "load", _loading(files)) for module in SERIALIZATION),
         Patch(os, "getcwd", lambda wrapped, instance, args, kwargs: files.working_directory(wrapped)),
         Patch(tempfile._RandomNameSequence, "__next__", lambda wrapped, *_: files.temporary_name(wrapped())),  # type: ignore[attr-defined]
         *map(_holding_patched_calls, HOLDERS),

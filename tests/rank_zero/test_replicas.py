@@ -183,16 +183,18 @@ def test_what_a_rank_wrote_under_a_name_of_its_own_it_reads_back(tmp_path, monke
     assert 2 == len(os.listdir("runs")), "those of rank 0"
 
 
+@pytest.mark.parametrize("module", ["torch", "torch.serialization"])
 @pytest.mark.ranks(2)
-def test_a_checkpoint_is_not_written_twice(tmp_path):
+def test_a_checkpoint_is_not_written_twice(tmp_path, module):
+    module = sys.modules[module]
     with files():
-        torch.save(torch.zeros(100_000), tmp_path / "a.pt")
+        module.save(torch.zeros(100_000), tmp_path / "a.pt")
 
         assert 400_000 < os.path.getsize(tmp_path / "a.pt") < 500_000
         with passing():
             written = [path.stat().st_size < 1000 for path in Path(current().folder).rglob("a.pt")]
         assert rank() == 0 or [True] == written
-        assert 100_000 == len(torch.load(tmp_path / "a.pt", mmap=True))
+        assert 100_000 == len(module.load(tmp_path / "a.pt", mmap=True))
 
 
 @pytest.mark.ranks(2)
@@ -249,7 +251,8 @@ def test_all_calls_are_the_identical_objects_again():
     import shutil
 
     def calls():
-        return [builtins.open, torch.save, torch.load, shutil.rmtree, subprocess.Popen.__init__, *vars(os).values()]
+        own = [*vars(os).values(), *vars(torch.serialization).values()]
+        return [builtins.open, torch.save, torch.load, shutil.rmtree, subprocess.Popen.__init__, *own]
 
     before = calls()
     with files():
