@@ -229,7 +229,7 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
     return f"the nodes lost their connection at {host} port {port}: {text.partition(chr(10))[0]}"
 
 
-def _ends_by_exit_code(failures: Path, nodes: Nodes, messages: list[int]) -> Callable:
+def _ends_by_exit_code(failures: Path, nodes: Nodes, messages: list[tuple[int, float]]) -> Callable:
     """A wrapper for the method with which torch checks its processes: a process that ended with 0 has succeeded.
 
     Torch's own check would wait forever for the return value of such a process. The wrapper also records processes that ended without a

@@ -103,7 +103,7 @@ def forward_once(directory: Path, closed: list[Any]) -> Callable:
         if number != getattr(sys.exc_info()[1], "sigval", None):  # torch ends the ranks for another reason
             return wrapped(*args, **kwargs)
         end = time.monotonic() + kwargs["timeout"]
-        _send(directory, number, processes)
+        _send(directory, number, processes, time.time() - SAME)
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
         return wrapped(*args, **{**kwargs, "death_sig": KILL})
@@ -112,12 +112,12 @@ def forward_once(directory: Path, closed: list[Any]) -> Callable:
 
 
 @contextmanager
-def noting_messages() -> Iterator[list[int]]:
-    """Note :data:`MESSAGES` to this launcher in the block, which they would end. Ignored ones stay. :func:`forward_messages` sends them."""
-    noted: list[int] = []
+def noting_messages() -> Iterator[list[tuple[int, float]]]:
+    """Note :data:`MESSAGES` to this launcher in the block, and their time; they would end it. :func:`forward_messages` sends them on."""
+    noted: list[tuple[int, float]] = []
     ours = [number for number in MESSAGES if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
-        signal.signal(number, lambda number, frame: noted.append(number))
+        signal.signal(number, lambda number, frame: noted.append((number, time.time())))
     try:
         yield noted
     finally:
@@ -125,34 +125,35 @@ def noting_messages() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def forward_messages(noted: list[int], directory: Path, processes: list[Any]) -> None:
+def forward_messages(noted: list[tuple[int, float]], directory: Path, processes: list[Any]) -> None:
     """Send each ``noted`` signal to the ranks that have not received it, as plain ``python`` would receive it."""
     while noted:
-        _send(directory, noted.pop(0), processes)
+        number, arrived = noted.pop(0)
+        _send(directory, number, processes, arrived - ARRIVING)
 
 
-def _send(directory: Path, number: int, processes: list[Any]) -> None:
-    """Send a signal to those of ``processes`` that have not received it."""
-    for process in _without(directory, number, processes):
+def _send(directory: Path, number: int, processes: list[Any], since: float) -> None:
+    """Send a signal to those of ``processes`` that have not received it ``since`` that time."""
+    for process in _without(directory, number, processes, since):
         with suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
 
-def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
+def _without(directory: Path, number: int, processes: list[Any], since: float) -> list[Any]:
     """The ``processes`` that are alive and have not received the signal, after giving it time to arrive."""
     until = time.monotonic() + ARRIVING
     while True:
-        left = [process for process in processes if process.is_alive() and not _received(_notes(directory, process.pid), number)]
+        left = [each for each in processes if each.is_alive() and not _received(_notes(directory, each.pid), number, since)]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.02)
 
 
-def _received(notes: Path, number: int) -> bool:
+def _received(notes: Path, number: int, since: float) -> bool:
     try:
         # the SIGCHLD of a worker that the same Ctrl-C ends may be recorded after the signal
         last = notes.read_bytes().rstrip(bytes(known_signals("SIGCHLD")))[-1:]
-        return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
+        return last == bytes([number]) and notes.stat().st_mtime > since
     except FileNotFoundError:  # the rank is still starting
         return False
 

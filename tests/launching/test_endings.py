@@ -229,7 +229,7 @@ told = []
 for number in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: told.append(os.write(1, f"{signal.Signals(number).name}\\n".encode())))
 os.write(1, b"up\\n")
-while len(told) < 2:
+while len(told) < 3:
     time.sleep(0.02)
 time.sleep(1)  # a signal that comes twice would come here
 """
@@ -238,12 +238,14 @@ time.sleep(1)  # a signal that comes twice would come here
 def test_the_script_is_sent_its_own_signals_once_on_every_rank(started, script):
     process = started("-m", "parwrap.run", "--nproc-per-node", "2", "--all-ranks", script(SAVES))
     read = [process.stdout.readline() for _ in range(2)]
-    os.kill(process.pid, signal.SIGUSR1)
-    read += [process.stdout.readline() for _ in range(2)]
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGUSR1)
+        read += [process.stdout.readline() for _ in range(2)]
+        time.sleep(0.6)  # two signals, which are not one from two senders
     os.killpg(process.pid, signal.SIGUSR2)  # as a scheduler does
     stdout, stderr = process.communicate(timeout=WITHIN)
 
-    expected = [f"[rank {rank}] {text}\n" for rank in (0, 1) for text in ("SIGUSR1", "SIGUSR2", "up")]
+    expected = [f"[rank {rank}] {text}\n" for rank in (0, 1) for text in ("SIGUSR1", "SIGUSR1", "SIGUSR2", "up")]
     assert expected == sorted([*read, *stdout.splitlines(keepends=True)])
     assert (0, "") == (process.returncode, stderr)
 
