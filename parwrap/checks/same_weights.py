@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -25,7 +26,7 @@ from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 
-__all__ = ["SameWeights", "checksums", "is_due", "take_rank_zeros"]
+__all__ = ["Differ", "SameWeights", "checksums", "is_due", "take_rank_zeros"]
 
 LONGEST = 100
 """Steps between two checks in the long run."""
@@ -191,10 +192,10 @@ class SameWeights:
         if differing is not None:  # by rounding, as far as checksums show
             held = set(others).intersection(*(each.others for each in differing))
             with self._group.control_message("the weights of unlike processors"):
-                is_rounding = take_rank_zeros(self._group, [*owned, *(others[number] for number in sorted(held))])
-            if not is_rounding:
+                how = take_rank_zeros(self._group, [*owned, *(others[number] for number in sorted(held))])
+            if how is Differ.MORE:
                 raise cast(Exception, self._error([each._replace(processor="") for each in differing], owned, others))
-            if not self._said:
+            if how is Differ.BY_ROUNDING and not self._said:
                 self._said = True
                 warn(
                     "parwrap: weights differ by rounding between ranks, because their processors round differently "
@@ -269,23 +270,30 @@ def _processor(group: Group) -> str:
     return torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
-@torch.no_grad()
-def take_rank_zeros(group: Group, tensors: Sequence[torch.Tensor]) -> bool:
-    """Write rank 0's values into ``tensors`` on all ranks; they have the same shapes everywhere.
+class Differ(IntEnum):
+    """How much tensors differ between ranks.
 
-    Returns:
-        Whether they differed by rounding only: by at most 256 units in the last place of a float32, or 2 in shorter types, of the largest
-        value of a tensor.
+    ``BY_ROUNDING``: by at most 256 units in the last place of a float32, or 2 in shorter types, of the largest value of a tensor.
     """
-    differ = False
+
+    NOT = 0
+    BY_ROUNDING = 1
+    MORE = 2
+
+
+@torch.no_grad()
+def take_rank_zeros(group: Group, tensors: Sequence[torch.Tensor]) -> Differ:
+    """Write rank 0's values into ``tensors`` on all ranks; they have the same shapes everywhere. Returns how much any rank differed."""
+    how = Differ.NOT
     for each in tensors:
         sent = each.detach().clone()
         dist.broadcast(sent, 0)
-        if sent.numel():
+        if sent.numel() and not torch.equal(each.detach(), sent):
             rounding = max(256 * torch.finfo(torch.float32).eps, 2 * torch.finfo(sent.dtype).eps)
             largest = float(sent.abs().nan_to_num(0, 0, 0).max())
-            differ = differ or not torch.allclose(each.detach(), sent, rtol=0, atol=rounding * largest, equal_nan=True)
+            alike = torch.allclose(each.detach(), sent, rtol=0, atol=rounding * largest, equal_nan=True)
+            how = max(how, Differ.BY_ROUNDING if alike else Differ.MORE)
         each.data.copy_(sent)
-    on_any_rank = torch.tensor(int(differ))
+    on_any_rank = torch.tensor(int(how))
     dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group.control)
-    return not on_any_rank
+    return Differ(int(on_any_rank))

@@ -1,12 +1,15 @@
-"""The optimizers that exist, what they own, and whether their models are in train mode (contract, rules 2 and 6).
+"""The optimizers at work, what they own, and whether their models are in train mode (contract, rules 2 and 6).
 
 Optimizers are noted when they are built. Those built before the scope opened are found once, at its entry; any other at its first step.
+An optimizer is at work until the script builds another after a step, as it does for the next fold of a search; if it steps again, it is at
+work again. Until then its parameters count, even if the script has dropped it: the garbage collector may find it earlier on one rank.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,24 +31,33 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def evaluates(optimizers: Iterable[Optimizer], in_eval: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether every trainable parameter of ``optimizers`` was last put in eval mode. A frozen ``bn.eval()`` is not enough.
+def evaluates(parameters: Iterable[torch.Tensor], in_eval: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether every trainable one of ``parameters`` was last put in eval mode. A frozen ``bn.eval()`` is not enough.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    >>> sgd, last = torch.optim.SGD(model.parameters()), set(map(id, model[1].parameters()))
-    >>> evaluates([sgd], lambda p: True), evaluates([sgd], lambda p: id(p) in last), evaluates([], lambda p: True)
+    >>> all_of_them, last = list(model.parameters()), set(map(id, model[1].parameters()))
+    >>> evaluates(all_of_them, lambda p: True), evaluates(all_of_them, lambda p: id(p) in last), evaluates([], lambda p: True)
     (True, False, False)
     """
-    trainable = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad]
     return bool(trainable) and all(map(in_eval, trainable))
 
 
-class _Held(NamedTuple):
-    """The parameters that an optimizer had when they were last looked at. They are kept, so that no other tensor gets the id of one."""
+@dataclass(eq=False)
+class _Work:
+    """The work of an optimizer.
 
-    parameters: list[torch.Tensor]
-    kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]]
-    version: int
+    Attributes:
+        number: how many optimizers were built before it.
+        parameters: those that it had when they were last looked at. They are kept, so that no other tensor gets the id of one.
+        kinds: their ids, shapes, dtypes and devices.
+        version: how often they have changed.
+    """
+
+    number: int
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
+    version: int = 0
 
 
 class _Made(NamedTuple):
@@ -57,7 +69,7 @@ class _Made(NamedTuple):
 
 
 class Optimizers(Interceptor):
-    """Every optimizer of the script.
+    """The optimizers of the script.
 
     Args:
         passes: the passes over loaders.
@@ -69,34 +81,42 @@ class Optimizers(Interceptor):
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._all: list[weakref.ref[Optimizer]] = []
-        self._built_since_step: list[weakref.ref[Optimizer]] = []
-        self._stepped: list[weakref.ref[Optimizer]] = []
-        self._stepped_in_pass: list[weakref.ref[Optimizer]] = []
+        self._works: weakref.WeakKeyDictionary[Optimizer, _Work] = weakref.WeakKeyDictionary()
+        self._at_work: list[_Work] = []
+        self._built_since_step: list[_Work] = []
+        self._stepped: list[_Work] = []
+        self._stepped_in_pass: list[_Work] = []
+        self._trained_since_built = False
+        self._had: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._in_eval: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._put_in_train: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._hooks_on_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, _Made] = weakref.WeakKeyDictionary()
-        self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
         self.were_built = False
-        self._generation = self.steps = 0
+        self._generation = self._count = self.steps = 0
 
     # what exists
 
     def all(self) -> list[Optimizer]:
-        """The optimizers that train the model, in the order in which they were built, without those that belong to one batch."""
-        return [each for each in _alive(self._all) if each not in self._batch_optimizers]
+        """The optimizers at work that the script has not dropped, in the order in which they were built, without those of one batch."""
+        at_work = [(work.number, optimizer) for optimizer, work in self._works.items() if work in self._at_work]
+        return [optimizer for _, optimizer in sorted(at_work, key=lambda each: each[0])]
 
-    def owners(self) -> dict[int, Optimizer]:
-        """The optimizer of each parameter, by the parameter's id: the one built last."""
-        return {id(p): optimizer for optimizer in self.all() for p in parameters_of(optimizer)}
+    def sets(self) -> list[list[torch.Tensor]]:
+        """The parameters of each optimizer at work, also of one that the script has dropped, in the order in which they were built."""
+        for optimizer in self.all():
+            self.version(optimizer)  # looks at its parameters
+        return [work.parameters for work in self._at_work]
+
+    def owners(self) -> dict[int, int]:
+        """The place in :meth:`sets` of the set that has each parameter, by the parameter's id: of the optimizer built last."""
+        return {id(p): place for place, parameters in enumerate(self.sets()) for p in parameters}
 
     @property
     def generation(self) -> int:
         """A number that changes whenever the set of trainable parameters, or one of their tensors, may have changed."""
-        for optimizer in self.all():
-            self.version(optimizer)
+        self.sets()
         return self._generation
 
     def version(self, optimizer: Optimizer) -> int:
@@ -104,13 +124,21 @@ class Optimizers(Interceptor):
 
         Scripts write into ``param_groups`` and ``.data``, which no call tells.
         """
+        if optimizer not in self._works:
+            self.built(optimizer)
         parameters = list(parameters_of(optimizer))
         kinds = [(id(p), p.shape, p.dtype, p.device) for p in parameters]
-        held = self._held.get(optimizer)
-        if held is None or held.kinds != kinds:
+        work = self._works[optimizer]
+        if work.kinds != kinds:
             self._generation += 1
-            self._held[optimizer] = held = _Held(parameters, kinds, 1 if held is None else held.version + 1)
-        return held.version
+            work.parameters, work.kinds, work.version = parameters, kinds, work.version + 1
+            for p in parameters:
+                self._had.setdefault(p)
+        return work.version
+
+    def has_had(self, leaf: torch.Tensor) -> bool:
+        """Whether any optimizer has ever had ``leaf``, at work or not."""
+        return leaf in self._had
 
     @property
     def trained(self) -> int:
@@ -123,18 +151,24 @@ class Optimizers(Interceptor):
             self.built(each)
 
     def built(self, optimizer: Optimizer) -> None:
-        if optimizer in self._batch_optimizers:
+        if is_alone() or optimizer in self._batch_optimizers:  # ranks must not differ by what one builds by itself
             return
-        known = weakref.ref(optimizer) in self._all
+        known = optimizer in self._works
         if not known and (training := self._passes.training) and self._trains_batch(optimizer):
             self._batch_optimizers[optimizer] = _Made(self._passes.batches, script_place(), training)
             return
         self.were_built = True
         self._generation += 1
         if not known:
-            self._all = [ref for ref in self._all if ref() is not None] + [weakref.ref(optimizer)]
+            self._works[optimizer] = work = _Work(self._count)
+            self._count += 1
+            if self._trained_since_built:  # another training begins
+                self._at_work, self._stepped, self._stepped_in_pass = [], [], []
+            self._trained_since_built = False
+            self._at_work.append(work)
             if not self._passes.training:
-                self._built_since_step.append(self._all[-1])
+                self._built_since_step.append(work)
+        self.version(optimizer)
 
     def _trains_batch(self, optimizer: Optimizer) -> bool:
         """Whether every ``nn.Parameter`` of ``optimizer`` was made inside the training pass. False for an optimizer of older parameters."""
@@ -182,13 +216,19 @@ class Optimizers(Interceptor):
         if optimizer in self._batch_optimizers:
             self._refuse_older(self._batch_optimizers[optimizer], f"the parameters of a {type(optimizer).__name__}")
             return
-        ref = weakref.ref(optimizer)  # the same object in each step
-        if ref not in self._all:
+        if is_alone():
+            return
+        if optimizer not in self._works:
             self.built(optimizer)
+        work = self._works[optimizer]
+        if work not in self._at_work:
+            self._at_work = sorted([*self._at_work, work], key=lambda each: each.number)
+            self._generation += 1
         self.steps += 1
+        self._trained_since_built = True
         self._built_since_step.clear()
-        if self._passes.training and ref not in self._stepped_in_pass:
-            self._stepped_in_pass.append(ref)
+        if self._passes.training and work not in self._stepped_in_pass:
+            self._stepped_in_pass.append(work)
 
     def trains_in_batch(self, leaf: torch.Tensor) -> bool:
         """Whether an optimizer that was built inside a training pass has ``leaf``."""
@@ -199,7 +239,7 @@ class Optimizers(Interceptor):
         return optimizer in self._batch_optimizers
 
     def ended_pass(self) -> None:
-        """Note that a training pass has ended: the optimizers that stepped in it are those at work."""
+        """Note that a training pass has ended: the modes of the models of optimizers that stepped in it count from now on."""
         if self._stepped_in_pass:
             self._stepped, self._stepped_in_pass = self._stepped_in_pass, []
             self._put_in_train.clear()
@@ -217,18 +257,19 @@ class Optimizers(Interceptor):
                 self._put_in_train.pop(p, None)
 
     def evaluate(self) -> bool:
-        """Whether the models of the optimizers at work are in eval mode: those built since the last step, else those that stepped in the
+        """Whether the models of optimizers at work are in eval mode: of those built since the last step, else of those that stepped in the
         last training pass or whose models were put in train mode since."""
-        at_work = _alive(self._built_since_step)
-        if not at_work:
+        self.sets()
+        judged = self._built_since_step
+        if not judged:
             put = self._put_in_train
-            at_work = [*_alive(self._stepped), *(each for each in self.all() if put and any(p in put for p in parameters_of(each)))]
-        at_work = at_work or self.all()
-        return evaluates(at_work, lambda p: p in self._in_eval)
+            judged = [*self._stepped, *(each for each in self._at_work if put and any(p in put for p in each.parameters))]
+        parameters = (p for each in judged or self._at_work for p in each.parameters)
+        return evaluates(parameters, lambda p: p in self._in_eval)
 
     def eval_place(self) -> Place | None:
         """The line that put the first parameter of an optimizer that is in eval mode there; ``None`` if none is in it."""
-        places = [self._in_eval.get(p) for optimizer in self.all() for p in parameters_of(optimizer)]
+        places = [self._in_eval.get(p) for parameters in self.sets() for p in parameters]
         return next((place for place in places if place is not None), None)
 
     def check_backward(self) -> None:
@@ -255,7 +296,3 @@ class Optimizers(Interceptor):
         """Remove the hooks on parameters."""
         for hook in self._hooks_on_made.values():
             hook.remove()
-
-
-def _alive(refs: Iterable[weakref.ref[Optimizer]]) -> list[Optimizer]:
-    return [optimizer for ref in refs if (optimizer := ref()) is not None]

@@ -1,8 +1,8 @@
 """Which parameters a backward averages: one set for each *site*, a line that calls ``backward``.
 
-The set of a site is found at its first visit, by one walk over the graph. It has every trainable parameter of each optimizer that owns
-a parameter in the graph, and the ``nn.Parameter``s in the graph that no optimizer owns. Parameters made inside a training pass belong to
-a batch and are left out. Later steps only look the site up.
+The set of a site is found at its first visit, by one walk over the graph. It has every trainable parameter of each optimizer at work that
+owns a parameter in the graph, and the other parameters in the graph: the ``nn.Parameter``s, and tensors that an optimizer has had. Those
+made inside a training pass belong to a batch and are left out. Later steps only look the site up.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parwrap.checks.same_weights import checksums, take_rank_zeros
+from parwrap.checks.same_weights import Differ, checksums, take_rank_zeros
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
-from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, call_site, script_place, warn
 from parwrap.ranks.agreement import agree, first_other
 from parwrap.ranks.group import Group
@@ -125,26 +124,20 @@ class Sites:
         optimizers = self._loop.optimizers
         leaves = [leaf for leaf in self.leaves(call) if leaf.requires_grad]
         if "inputs" in call.options:
-            owners = optimizers.owners()
-            owned = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in owners]
+            owned = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf)]
             return [leaf for leaf in owned if not optimizers.of_batch(leaf)], ()
-        owners = optimizers.owners()
-        chosen = {id(owners[id(leaf)]) for leaf in leaves if id(leaf) in owners}
+        sets, owners = optimizers.sets(), optimizers.owners()
+        chosen = {owners[id(leaf)] for leaf in leaves if id(leaf) in owners}
         if not chosen and reenters(call.tensors):  # all of it is inside a checkpoint, which hides its leaves
-            chosen = set(map(id, optimizers.all()))
-        owned = [
-            p
-            for optimizer in optimizers.all()
-            if id(optimizer) in chosen
-            for p in parameters_of(optimizer)
-            if owners[id(p)] is optimizer and p.is_leaf
-        ]
+            chosen = set(range(len(sets)))
+        owned = [p for place in sorted(chosen) for p in sets[place] if owners[id(p)] == place and p.is_leaf]
         others = [leaf for leaf in leaves if id(leaf) not in owners and not optimizers.of_batch(leaf)]
         if optimizers.were_built:
-            self._note_bare(leaf for leaf in others if not isinstance(leaf, nn.Parameter))
-            others = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
+            shared = [isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf) for leaf in others]
+            self._note_bare(leaf for leaf, is_shared in zip(others, shared, strict=True) if not is_shared)
+            others = [leaf for leaf, is_shared in zip(others, shared, strict=True) if is_shared]
         found = {id(p): p for p in (*(p for p in owned if p.requires_grad), *others) if p.is_floating_point() or p.is_complex()}
-        return list(found.values()), tuple(p for optimizer in optimizers.all() for p in parameters_of(optimizer) if not p.requires_grad)
+        return list(found.values()), tuple(p for parameters in sets for p in parameters if not p.requires_grad)
 
     def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
         """Make the averager of a new set, once all ranks agree on the set and have equal weights.
@@ -207,8 +200,8 @@ class Sites:
         """Add hooks that note a gradient of a parameter that an optimizer owns but no set has: a later epoch may add a loss."""
         self.unwatch()
         known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
-        for optimizer in self._loop.optimizers.all():
-            for p in parameters_of(optimizer):
+        for parameters in self._loop.optimizers.sets():
+            for p in parameters:
                 if p.requires_grad and p.is_leaf and id(p) not in known and self.elsewhere(p) is None:
                     self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
 
@@ -239,12 +232,12 @@ class Sites:
         group, arrived = self._loop.group, {id(p) for p in self.arrived}
         self.arrived.clear()
         owners = self._loop.optimizers.owners()
-        outside = [p for each in self._loop.optimizers.all() for p in parameters_of(each) if p.requires_grad and not self._has(site, p)]
+        outside = [p for parameters in self._loop.optimizers.sets() for p in parameters if p.requires_grad and not self._has(site, p)]
         bits = torch.tensor([id(p) in arrived for p in outside], dtype=torch.int64)
         with group.control_message("a set of parameters that grows"):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
-            chosen = {id(owners[id(p)]) for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
-            new = [p for p in outside if id(owners[id(p)]) in chosen]
+            chosen = {owners[id(p)] for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
+            new = [p for p in outside if owners[id(p)] in chosen]
             if not new:  # on a GPU the other ranks say so a backward later
                 return
             average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device))
@@ -288,7 +281,7 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
     with group.control_message(f"the weights at the first {at}"):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
         most, least, *anywhere = largest.tolist()
-        differ = most != -least and not take_rank_zeros(group, parameters)
+        differ = most != -least and take_rank_zeros(group, parameters) is Differ.MORE
     if differ:
         warn(
             f"parwrap: the weights of the ranks differ at their first {at}, so rank 0's are used on all. Build the model where all "

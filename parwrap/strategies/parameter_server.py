@@ -220,7 +220,7 @@ class ParameterServer(OneModel):
 
     def _drop_unused(self) -> None:
         """Drop optimizers that no worker has any more. Workers ask each other, because Python may collect an optimizer later on one."""
-        alive = {self._numbers[each] for each in self.loop.optimizers.all() if each in self._numbers}
+        alive = set(self._numbers.values())
         on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
         with self._group.control_message("optimizers that are still used"):
             dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self._group.control)
@@ -303,6 +303,7 @@ class ParameterServer(OneModel):
         for part in self._parts[number]:
             self._received(part.server, part.values)
             self._take(part)
+        self.loop.optimizers.stepped(optimizer)  # on this rank the optimizer itself does not step
         same_step.positions.run()
 
     def _gradients(self, number: int, part: _Part, options: list[dict[str, Any]], left_out: bool) -> Message:

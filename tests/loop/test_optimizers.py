@@ -46,20 +46,44 @@ def in_pass(passes):
     return opened
 
 
-def test_optimizers_are_noted_when_they_are_built_and_forgotten_when_they_are_gone(optimizers):
+def test_optimizers_are_noted_when_they_are_built_and_their_parameters_count_until_the_next_training(optimizers):
     assert not optimizers.were_built
-    model = linear()
+    model, other_model = linear(), linear()
     one, other = SGD(model.parameters(), lr=1.0), torch.optim.Adam(model.parameters())
 
-    assert [one, other] == optimizers.all()
-    assert {id(p): other for p in model.parameters()} == optimizers.owners()
-    del other
+    assert ([one, other], True) == (optimizers.all(), optimizers.were_built)
+    assert dict.fromkeys(map(id, model.parameters()), 1) == optimizers.owners()
+    stepped(one)
+    del one, other
     gc.collect()
-    assert [one] == optimizers.all()
-    assert {id(p): one for p in model.parameters()} == optimizers.owners()
-    del one
-    gc.collect()
-    assert ([], True) == (optimizers.all(), optimizers.were_built)
+    assert [] == optimizers.all()
+    assert dict.fromkeys(map(id, model.parameters()), 1) == optimizers.owners()
+    new = SGD(other_model.parameters(), lr=1.0)
+    assert [new] == optimizers.all()
+    assert dict.fromkeys(map(id, other_model.parameters()), 0) == optimizers.owners()
+
+
+def test_an_optimizer_of_an_earlier_training_is_at_work_again_when_it_steps(optimizers):
+    one, other = SGD(linear().parameters(), lr=1.0), SGD(linear().parameters(), lr=1.0)
+    stepped(one)
+    new = SGD(linear().parameters(), lr=1.0)
+    assert [new] == optimizers.all()
+    before = optimizers.generation
+    stepped(other)
+
+    assert [other, new] == optimizers.all()
+    assert before < optimizers.generation
+    assert all(optimizers.has_had(p) for each in (one, other, new) for p in parameters_of(each))
+
+
+def test_what_one_rank_builds_or_steps_alone_is_not_at_work(optimizers):
+    optimizer = SGD(linear().parameters(), lr=1.0)
+    before = optimizers.generation
+    with alone():
+        stepped(own := SGD(linear().parameters(), lr=1.0))
+
+    assert ([optimizer], before, 0) == (optimizers.all(), optimizers.generation, optimizers.steps)
+    assert not any(optimizers.has_had(p) for p in parameters_of(own))
 
 
 def test_a_group_that_is_added_changes_the_generation(optimizers):
@@ -125,20 +149,18 @@ def test_evaluation_is_when_all_trainable_parameters_are_in_eval_mode(in_eval, f
         parts[index].requires_grad_(False)
     ids = {id(p) for index in in_eval for p in parts[index].parameters()}
 
-    assert expected == evaluates([optimizer], lambda p: id(p) in ids)
+    assert expected == evaluates(parameters_of(optimizer), lambda p: id(p) in ids)
 
 
 def test_a_mode_is_the_last_call_of_the_script(optimizers):
     model = nn.Sequential(linear(), linear())
-    optimizer = SGD(model.parameters(), lr=1.0)
+    built = SGD(model.parameters(), lr=1.0)
     modes = [optimizers.evaluate()]
     for change in (model.eval, model[0].train, model[0].eval, lambda: model.train(True), lambda: model.train(False)):
         change()
         modes.append(optimizers.evaluate())
-    del optimizer
 
-    assert [False, True, False, True, False, True] == modes
-    assert optimizers.eval_place() is None
+    assert ([built], [False, True, False, True, False, True]) == (optimizers.all(), modes)
 
 
 def test_what_one_rank_does_alone_changes_no_mode(optimizers):
