@@ -11,9 +11,10 @@ if it leaves something changed for the next: a patch, an environment variable, a
 processes for this test only, which may leave anything and end as they like.
 
 A failure is shown as the traceback of the rank that failed first; after a time limit, ``ranks(2, timeout=60)`` seconds, the Python stack of
-every rank is shown. Fixtures are made once, in the pytest process. Each rank gets a copy of their values, which must pickle, and of the
-environment; ranks do not see other changes by a fixture. Each rank has its own ``capsys``, ``capfd``, ``caplog``, ``monkeypatch``,
-``recwarn`` and ``tmp_path_factory``; ``request`` has its ``param`` and names the test.
+every rank is shown. Fixtures and setup functions such as ``setup_module`` run once, in the pytest process. Each rank gets a copy of the
+values of fixtures, of what has changed in the test's module and class since they were collected, and of the environment. The copies must
+pickle; ranks do not see other changes. Each rank has its own ``capsys``, ``capfd``, ``caplog``, ``monkeypatch``, ``recwarn`` and
+``tmp_path_factory``; ``request`` has its ``param`` and names the test.
 
 The ranks import each test's module again, once. To import slow modules only once for all ranks, list them in ``ranks_preload`` in pytest's
 configuration::
@@ -35,6 +36,7 @@ import sys
 import textwrap
 import warnings
 from contextlib import suppress
+from operator import is_
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +48,8 @@ from parwrap.testing.rank_pools import GRACE, Pools, Rank, dump_stacks, rank_env
 from parwrap.testing.rank_process import RankSetup, Report, Task
 
 POOLS = pytest.StashKey[Pools]()
+COLLECTED = pytest.StashKey[dict[Any, dict[str, Any]]]()
+"""The attributes of modules and classes with tests on ranks, as they were when collected."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,6 +75,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     """Start the fork server before a module that needs it is imported, so that both import torch at the same time."""
     if b"mark.ranks" in module_path.read_bytes() and not parent.config.getoption("--collect-only"):
         start_fork_server(parent.config.getini("ranks_preload"), _pytest_options(parent.config))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note what the ranks will import, so that :func:`_changed` finds what setup functions and fixtures change."""
+    tests = [item for item in session.items if isinstance(item, pytest.Function) and item.get_closest_marker("ranks")]
+    owners = {owner for item in tests for owner in (item.module, item.cls) if owner}
+    session.config.stash[COLLECTED] = {owner: _attributes(owner) for owner in owners}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -163,8 +175,11 @@ def _pickled_values(item: pytest.Function) -> bytes:
     """The test's values for :attr:`Task.values`, pickled."""
     arguments = {name: sent(item.funcargs[name], item) for name in item._fixtureinfo.argnames}
     attributes = dict(vars(item.instance)) if item.cls else {}
+    of_module, of_class = _changed(item.module, item), _changed(item.cls, item)
     described = {f"argument {name!r}": value for name, value in arguments.items()}
     described |= {f"attribute 'self.{name}'": value for name, value in attributes.items()}
+    described |= {f"changed attribute '{name}' of the class": value for name, value in of_class.items()}
+    described |= {f"changed global {name!r}": value for name, value in of_module.items()}
     for description, value in described.items():
         try:
             pickle.dumps(value)
@@ -174,7 +189,33 @@ def _pickled_values(item: pytest.Function) -> bytes:
                 "inside the test, or let its fixture return what it is created from, such as a path or a number.",
                 pytrace=False,
             )
-    return pickle.dumps((arguments, attributes, list(warnings.filters)))
+    return pickle.dumps((arguments, of_module, of_class, attributes, list(warnings.filters)))
+
+
+def _changed(owner: Any, item: pytest.Function) -> dict[str, Any]:
+    """The attributes of a module or class that are not as collected, by name: those set, and containers with other items."""
+    before = item.config.stash[COLLECTED].get(owner)
+    if before is None:
+        return {}
+    return {name: now[0] for name, now in _attributes(owner).items() if name not in before or not _same(before[name], now)}
+
+
+def _attributes(owner: Any) -> dict[str, tuple[Any, list[Any]]]:
+    """The attributes of a module or class, inherited ones too: each with the items that it has now if it is a container."""
+    owners = reversed(owner.__mro__[:-1]) if isinstance(owner, type) else (owner,)
+    found = {name: value for each in owners for name, value in vars(each).items() if not name.startswith("__")}
+    return {name: (value, _items(value)) for name, value in found.items()}
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return [*value] if isinstance(value, (list, set)) else []
+
+
+def _same(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> bool:
+    """Whether two entries are the identical objects: values such as tensors have no plain ``==``."""
+    return one[0] is other[0] and len(one[1]) == len(other[1]) and all(map(is_, one[1], other[1]))
 
 
 def _why(error: Exception) -> str:

@@ -89,7 +89,8 @@ class Task:
     Attributes:
         module: the file of the test.
         names: the attributes that lead from the module to the test: its classes, if any, and itself.
-        values: the test's arguments by name, the attributes of its ``self`` by name, and the warning filters; pickled.
+        values: what the test gets, pickled: its arguments, the changed attributes of its module and of its class, the attributes of its
+            ``self``, each by name, and the warning filters.
         environ: the environment variables.
         directory: the working directory.
         path: the entries of ``sys.path``.
@@ -181,8 +182,8 @@ def _tested(setup: RankSetup, task: Task, config: pytest.Config) -> Report:
     """Run the test of ``task``; it fails too if it leaves something changed for the next."""
     __tracebackhide__ = True
     try:
-        with warnings.catch_warnings(), _comparisons_explained(config):
-            test, arguments, filters = _load(task, config)
+        with warnings.catch_warnings(), _comparisons_explained(config), pytest.MonkeyPatch.context() as patch:
+            test, arguments, filters = _load(task, config, patch)
             from parwrap.testing.process_state import State, differences, seed
 
             warnings.resetwarnings()
@@ -236,14 +237,21 @@ def minimal_pytest(options: tuple[str, ...]) -> pytest.Config:
     return config
 
 
-def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[str, Any], list[Any]]:
-    """The test, its arguments and the warning filters; the module comes first, because the pickled values may need its classes."""
+def _load(task: Task, config: pytest.Config, patch: pytest.MonkeyPatch) -> tuple[Callable[..., None], dict[str, Any], list[Any]]:
+    """The test, its arguments and the warning filters; ``patch`` gives its module and class what has changed there in pytest's process.
+
+    The module comes first, because the pickled values may need its classes.
+    """
     owner: Any = importtestmodule(task.module, config)
-    arguments, attributes, filters = pickle.loads(task.values)
+    arguments, of_module, of_class, attributes, filters = pickle.loads(task.values)
     *classes, name = task.names
+    for changed, value in of_module.items():
+        patch.setattr(owner, changed, value, raising=False)
     for each in classes:
         owner = getattr(owner, each)
     if classes:
+        for changed, value in of_class.items():
+            patch.setattr(owner, changed, value, raising=False)
         owner = owner()
         vars(owner).update(attributes)
     return getattr(owner, name), arguments, filters
