@@ -180,15 +180,13 @@ def _pickled_values(item: pytest.Function) -> bytes:
     described |= {f"attribute 'self.{name}'": value for name, value in attributes.items()}
     described |= {f"changed attribute '{name}' of the class": value for name, value in of_class.items()}
     described |= {f"changed global {name!r}": value for name, value in of_module.items()}
+    of_pytest = {f"argument {name!r}" for name in arguments if _is_of_pytest(item, name)}
     for description, value in described.items():
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            pytest.fail(
-                f"The {description} of {item.name} cannot be sent to the ranks, which are separate processes: {_why(error)}. Create it "
-                "inside the test, or let its fixture return what it is created from, such as a path or a number.",
-                pytrace=False,
-            )
+        if why := _why_not_sent(value):
+            why += ". Create it inside the test, or let its fixture return what it is created from, such as a path or a number."
+            if description in of_pytest:
+                why = "it is a fixture of pytest itself, which ranks do not have. Use it in a fixture, or in a test without the mark."
+            pytest.fail(f"The {description} of {item.name} cannot be sent to the ranks, which are separate processes: {why}", pytrace=False)
     return pickle.dumps((arguments, of_module, of_class, attributes, list(warnings.filters)))
 
 
@@ -218,10 +216,20 @@ def _same(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> bool:
     return one[0] is other[0] and len(one[1]) == len(other[1]) and all(map(is_, one[1], other[1]))
 
 
-def _why(error: Exception) -> str:
-    """Why something does not pickle."""
-    local = re.search(r"'(\S*<locals>\S*)'", str(error))
-    return f"{local[1]} is defined inside a function, where the ranks cannot find it" if local else str(error)
+def _why_not_sent(value: Any) -> str:
+    """Why ``value`` does not pickle; empty if it does."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        local = re.search(r"'(\S*<locals>\S*)'", str(error))
+        return f"{local[1]} is defined inside a function, where the ranks cannot find it" if local else str(error)
+    return ""
+
+
+def _is_of_pytest(item: pytest.Function, name: str) -> bool:
+    """Whether pytest itself defines the fixture ``name`` of ``item``. A parameter has no fixture."""
+    definitions = item._fixtureinfo.name2fixturedefs.get(name) or ()
+    return any(each.func.__module__.startswith("_pytest.") for each in definitions[-1:])
 
 
 def _end_like(item: pytest.Function, first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:

@@ -139,3 +139,12 @@ def test_a_fixture_that_cannot_be_sent_is_named_with_what_to_do(run: Run, made: 
     result.assert_outcomes(failed=1)
     own = "The argument 'made' of test_it cannot be sent to the ranks, which are separate processes"
     result.stdout.fnmatch_lines([f"{own}: {named}. Create it inside *"])
+
+
+@pytest.mark.parametrize("name", ["record_property", "pytestconfig"])
+def test_a_fixture_of_pytest_itself_that_ranks_lack_is_named_with_what_to_do(run: Run, name: str):
+    result = run(f"@pytest.mark.ranks(2)\ndef test_it({name}): pass")
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"The argument '{name}' of test_it *: it is a fixture of pytest itself, which ranks do not have. Use *"])
+    result.stdout.no_fnmatch_line("*During handling*")
