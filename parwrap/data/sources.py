@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from parwrap.data.samplers import samples_in
 from parwrap.data.streams import Part
+from parwrap.intercept.intercepted_calls import Batches
 from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
@@ -112,7 +113,7 @@ class Sources:
             self._optimizers.ended_pass()
 
 
-class PassIterator:
+class PassIterator(Batches):
     """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted or dropped.
 
     Attributes:
@@ -125,20 +126,19 @@ class PassIterator:
     samples_in = staticmethod(samples_in)
 
     def __init__(self, sources: Sources, place: Place) -> None:
+        super().__init__(None)
         self.place = place
         self.opened: Pass | None = None
-        self.batches: Iterator | None = None
         self.reading: frozenset[str] = random_streams.NONE
         self._sources: Sources | None = sources
-        self._passes = sources._passes
-
-    def __iter__(self) -> PassIterator:
-        return self
+        self._passes, self._finished = sources._passes, False
 
     def __next__(self) -> Any:
         sources = self._sources
         if sources is None:
-            batch = next(self.batches if self.batches is not None else iter(()))
+            if self._finished or self.batches is None:
+                raise StopIteration
+            batch = next(self.batches)
             return batch.batch if type(batch) is Part else batch
         begins = self.batches is None
         if begins:
@@ -177,7 +177,7 @@ class PassIterator:
         """End the pass."""
         sources = self.detach()
         if sources is not None and self.opened is not None:
-            self.batches = iter(())
+            self._finished = True
             sources.end(self, exhausted)
 
     def detach(self) -> Sources | None:

@@ -21,7 +21,7 @@ from parwrap.data.loaders import is_replicated
 from parwrap.decorators.distributed import open_loop
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
-from parwrap.intercept.intercepted_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
@@ -154,6 +154,20 @@ class _Averaged(_Row):
     size: tuple[int, float] = field(default=(0, 0.0))
 
 
+class _Begun(Batches):
+    """Tells ``watcher`` of each batch; once the first is there, the pass has begun."""
+
+    def __init__(self, batches: Iterator, watcher: _Watcher, row: _Read, loader: DataLoader) -> None:
+        super().__init__(batches)
+        self._watcher, self._row, self._loader, self._why = watcher, row, loader, ""
+
+    def __next__(self) -> Any:
+        self._why = self._why or self._watcher.why_whole()
+        batch = super().__next__()
+        self._watcher.note_pass(self._row, self._loader, self._why)
+        return batch
+
+
 class _Watcher(Interceptor):
     """Notes what happens at each line."""
 
@@ -173,23 +187,24 @@ class _Watcher(Interceptor):
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         row = self._row("DataLoader", _Read)
         row.sampler = type(loader.batch_sampler if loader.sampler is None else loader.sampler).__name__
-        return self._begun(row, loader, original(loader))
+        return _Begun(original(loader), self, row, loader)
 
-    def _begun(self, row: _Read, loader: DataLoader, batches: Iterator) -> Iterator:
-        """The batches; once the first is there, the pass has begun."""
+    def why_whole(self) -> str:
+        """Why a pass over a loader that begins now does not train, if it does not."""
         optimizers = self._loop.optimizers
-        why = "no backward followed before"
         if not torch.is_grad_enabled():
-            why = "no gradients are on"
-        elif not optimizers.were_built:
-            why = "no optimizer has been built"
-        elif optimizers.evaluate():
-            why = f"eval() at {optimizers.eval_place()}"
-        for batch in batches:
-            if (opened := self._loop.passes.innermost) is not None and row.last is not opened:
-                row.last = opened
-                self._explain_pass(row, loader, opened, why)
-            yield batch
+            return "no gradients are on"
+        if not optimizers.were_built:
+            return "no optimizer has been built"
+        if optimizers.evaluate():
+            return f"eval() at {optimizers.eval_place()}"
+        return "no backward followed before"
+
+    def note_pass(self, row: _Read, loader: DataLoader, why: str) -> None:
+        """Explain in ``row`` the pass over ``loader`` that is open; ``why`` is what :meth:`why_whole` said before it began."""
+        if (opened := self._loop.passes.innermost) is not None and row.last is not opened:
+            row.last = opened
+            self._explain_pass(row, loader, opened, why)
 
     def _explain_pass(self, row: _Read, loader: DataLoader, opened: Pass, why: str) -> None:
         if opened.shared:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +17,7 @@ from parwrap.data.samplers import samples_in
 from parwrap.decorators.distributed import open_passes
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError
-from parwrap.intercept.intercepted_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.places import is_ours
@@ -61,44 +61,62 @@ class _Bars(Interceptor):
     """Shows a bar for each pass that trains."""
 
     def __init__(self) -> None:
-        self._epochs = 0
+        self.epochs = 0
         self._loss: torch.Tensor | None = None
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         batches = original(loader)
-        return batches if _has_own_bar(sys._getframe(1)) else self._shown(loader, batches)
+        return batches if _has_own_bar(sys._getframe(1)) else _Shown(batches, loader, self)
 
     def backward(self, call: Backward) -> None:
         call.run()
         root = call.given[0]
         self._loss = root if isinstance(root, torch.Tensor) and root.numel() == 1 else None
 
-    def _shown(self, loader: DataLoader, batches: Iterator) -> Iterator:
-        """The batches, with a bar if the pass trains, which shows with its first batch."""
-        from tqdm import tqdm
-
-        bar, samples, begin, looked = None, 0, time.perf_counter(), 0.0
-        try:
-            for number, batch in enumerate(batches):
-                if number == 0 and _trains():
-                    self._epochs += 1
-                    bar = tqdm(total=_length(loader), desc=f"epoch {self._epochs}", unit="batch", leave=True, file=sys.stderr)
-                yield batch
-                if bar is not None:
-                    samples += samples_in(batch) * world_size()
-                    if time.perf_counter() - looked > EVERY:
-                        looked = time.perf_counter()
-                        bar.set_postfix_str(self._postfix(samples / (looked - begin)), refresh=False)
-                    bar.update()
-            if bar is not None:
-                bar.set_postfix_str(self._postfix(samples / (time.perf_counter() - begin)))
-        finally:
-            if bar is not None:
-                bar.close()
-
-    def _postfix(self, rate: float) -> str:
+    def postfix(self, rate: float) -> str:
+        """The loss and the samples per second, as the bar shows them."""
         loss = "" if self._loss is None else f"loss {self._loss.item():.4g}, "
         return f"{loss}{rate:,.0f} samples/s"
+
+
+class _Shown(Batches):
+    """Shows a bar with its first batch if the pass trains; a batch counts once the script asks for the next."""
+
+    def __init__(self, batches: Iterator, loader: DataLoader, bars: _Bars) -> None:
+        super().__init__(batches)
+        self._loader, self._bars, self._bar = loader, bars, cast(Any, None)
+        self._is_first, self._samples, self._size, self._begin, self._looked = True, 0, 0, time.perf_counter(), 0.0
+
+    def __next__(self) -> Any:
+        if self._bar is not None:
+            self._count()
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._bars.postfix(self._samples / (time.perf_counter() - self._begin)))
+                self._bar.close()
+                self._bar = None
+            raise
+        if self._is_first and _trains():
+            from tqdm import tqdm
+
+            self._bars.epochs += 1
+            total, epoch = _length(self._loader), f"epoch {self._bars.epochs}"
+            self._bar = tqdm(total=total, desc=epoch, unit="batch", leave=True, file=sys.stderr)
+        self._is_first, self._size = False, samples_in(batch) * world_size()
+        return batch
+
+    def _count(self) -> None:
+        self._samples += self._size
+        if time.perf_counter() - self._looked > EVERY:
+            self._looked = time.perf_counter()
+            self._bar.set_postfix_str(self._bars.postfix(self._samples / (self._looked - self._begin)), refresh=False)
+        self._bar.update()
+
+    def __del__(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _trains() -> bool:

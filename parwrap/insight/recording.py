@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from parwrap.data.samplers import samples_in
 from parwrap.decorators.distributed import open_passes
-from parwrap.intercept.intercepted_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import intercepting
@@ -358,30 +358,22 @@ class _Timer(Interceptor):
                     Path(self._settings.folder, "timed.json").write_text(json.dumps(timed))
 
 
-class _Noted:
-    """An iterator over a loader that reports each batch, and whether reading the batch has drawn random numbers.
+class _Noted(Batches):
+    """Reports each batch, and whether reading the batch has drawn random numbers.
 
     For the first batch it reports that nothing was drawn, because the order of the samples is drawn with it.
     """
 
     def __init__(self, batches: Iterator, drawn: Callable[[Any, bool], None], state: Callable[[], Any]) -> None:
-        self._batches, self._drawn, self._state, self._first = batches, drawn, state, True
-
-    def __iter__(self) -> _Noted:
-        return self
+        super().__init__(batches)
+        self._drawn, self._state, self._first = drawn, state, True
 
     def __next__(self) -> Any:
         before = self._state()
-        batch = next(self._batches)
+        batch = super().__next__()
         drew, self._first = not self._first and before != self._state(), False
         self._drawn(batch, drew)
         return batch
-
-    def __len__(self) -> int:
-        return len(cast(Any, self._batches))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
 
 
 class _Draws(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from parwrap.intercept.patch import is_patched
 from parwrap.torch_private.autograd import input_metadata
 
-__all__ = ["Backward", "Clip", "Criterion", "Norm", "ScalerCall"]
+__all__ = ["Backward", "Batches", "Clip", "Criterion", "Norm", "ScalerCall"]
 
 
 class Backward(NamedTuple):
@@ -75,6 +75,33 @@ def _times(
             return tensor, None  # torch refuses it
         grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
     return tensor, grad * factor
+
+
+class Batches:
+    """What ``iter(loader)`` returns: an iterator with the length and the attributes of torch's. Subclasses add to ``__next__``.
+
+    It is no generator, because a script may read on after an error of a sample.
+
+    Attributes:
+        batches: torch's iterator, or that of the next interceptor; ``None`` before it is made.
+    """
+
+    def __init__(self, batches: Iterator | None) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(cast(Iterator, self.batches))
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.batches))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches" or name.startswith("__"):  # asked for by copy and pickle, maybe before there are any
+            raise AttributeError(name)
+        return getattr(self.batches, name)
 
 
 class Criterion(NamedTuple):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.errors import UsageError
-from parwrap.intercept.intercepted_calls import Backward, Clip, ScalerCall
+from parwrap.intercept.intercepted_calls import Backward, Batches, Clip, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import call_site, script_place, warn
@@ -332,33 +332,27 @@ class Accumulation(Interceptor):
             )
 
 
-class _Pass:
-    """Iterates over a loader, and tells ``accumulation`` when a pass ends in which the loop has trained."""
+class _Pass(Batches):
+    """Tells ``accumulation`` when a pass ends in which the loop has trained."""
 
     def __init__(self, batches: Iterator, accumulation: Accumulation) -> None:
-        self._batches: Iterator | None = batches
+        super().__init__(batches)
         self._accumulation = accumulation
-        self._before = accumulation.backwards
-
-    def __iter__(self) -> _Pass:
-        return self
+        self._before, self._exhausted = accumulation.backwards, False
 
     def __next__(self) -> Any:
-        if self._batches is None:
+        if self._exhausted:
             raise StopIteration
         try:
-            return next(self._batches)
+            return super().__next__()
         except StopIteration:
-            self._batches = None
+            self._exhausted = True
             if self._accumulation.backwards > self._before:
                 self._accumulation.exhausted()
             raise
 
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
     def __del__(self) -> None:
-        if self._batches is not None and self._accumulation.backwards > self._before:
+        if not self._exhausted and self._accumulation.backwards > self._before:
             self._accumulation.left()
 
 

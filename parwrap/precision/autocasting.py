@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from parwrap.intercept.intercepted_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.places import script_place
 from parwrap.torch_private.amp import autocast_enabled
@@ -123,19 +123,14 @@ class Autocasting(Interceptor):
                 torch.set_autocast_enabled(self._device, True)
 
 
-class _Drawn:
-    """An iterator over a loader that draws each batch without autocast."""
+class _Drawn(Batches):
+    """Draws each batch without autocast."""
 
     def __init__(self, batches: Iterator, casting: Autocasting) -> None:
-        self._batches, self._casting = batches, casting
-
-    def __iter__(self) -> _Drawn:
-        return self
+        super().__init__(batches)
+        self._casting = casting
 
     def __next__(self) -> Any:
         self._casting.end_failed_step()
         with self._casting.off_for_data():
-            return next(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+            return super().__next__()
