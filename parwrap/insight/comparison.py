@@ -19,9 +19,15 @@ __all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
 TOLERANCE = 1e-5
 """The largest difference that counts as rounding, if the largest value of the tensor is 1 or less; otherwise in proportion to it."""
 
+TOLERANCE_OF_HALF = 1e-3
+"""The same in half precision: products are rounded to 8 or 11 bits, in another order."""
+
 NOISE, NOISE_OF_HALF = 1e-6, 2**-8
 """A gradient below this fraction of the largest one is rounding, in half precision below the second. An optimizer that divides by its size
 turns it into a whole step."""
+
+NEAR, NEAR_OF_HALF = 1e-3, 2e-2
+"""Gradients are in proportion if they differ from it by at most this fraction of their norm, in half precision by the second."""
 
 
 @dataclass
@@ -108,9 +114,8 @@ def compared(
     ranks: int,
     *,
     synchronized: bool = True,
-    half: bool = False,
     said: str = "",
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
 ) -> Comparison:
     """Compare a run on one process with a run on several ranks.
 
@@ -119,15 +124,17 @@ def compared(
         several: what the run on several ranks has recorded.
         ranks: the number of ranks.
         synchronized: whether batch norms are synchronized on several ranks.
-        half: whether both runs compute in half precision.
         said: what the run on several ranks has printed.
-        tolerance: the largest difference that counts as rounding after the first step, like :data:`TOLERANCE`. A gradient may differ by
-            100 times this fraction of its norm and a tenth of this fraction of the largest norm so far. Each further step adds as much.
+        tolerance: the largest difference that counts as rounding after the first step; by default :data:`TOLERANCE`, or
+            :data:`TOLERANCE_OF_HALF` if a run has computed in half precision. A gradient may differ by 100 times this fraction of its
+            norm and a tenth of this fraction of the largest norm so far. Each further step adds as much.
     """
-    result = Comparison(ranks)
+    result, half = Comparison(ranks), one.half or several.half
+    if tolerance is None:
+        tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
+    noise = NOISE_OF_HALF if half and tolerance else NOISE
     seen: defaultdict[int, _Seen] = defaultdict(_Seen)
     for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
-        noise = NOISE_OF_HALF if half else NOISE
         found = _first_difference(left, right, number, seen[left.number], result, number * tolerance, noise)
         if found is not None:
             what, values, reasons = found
@@ -265,7 +272,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         ranks: the number of ranks.
         own_statistics: whether batch norms use the statistics of each rank's part.
         augmented: whether reading samples draws random numbers.
-        half: whether both runs compute in half precision.
+        half: whether a run has computed in half precision.
         said: what the run on several ranks has said.
     """
     reasons, on_ranks = [], f"on {counted(ranks, 'rank')}"
@@ -302,10 +309,11 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
             else "the ranks read other samples than one process: workers augment them, which differs by design, or their order is drawn "
             "from a generator of the script's that is not seeded alike"
         )
-    factor = _factor(one, several)
-    if factor is not None and math.isclose(factor, 1 / ranks, rel_tol=1e-3):
+    near = NEAR_OF_HALF if half else NEAR
+    factor = _factor(one, several, near)
+    if factor is not None and math.isclose(factor, 1 / ranks, rel_tol=near):
         reasons.append(f"every gradient is 1/{ranks} of that of one process: the loss is a sum over the samples. --loss sum adds them up")
-    elif factor is not None and not math.isclose(factor, 1, rel_tol=1e-3):
+    elif factor is not None and not math.isclose(factor, 1, rel_tol=near):
         reasons.append(
             f"every gradient is {factor:.4g} times that of one process: the loss is divided by a number other than that of its samples. "
             "Divide by the number of all ranks, `parwrap.mean_over_ranks(sum, count)`"
@@ -322,7 +330,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
     if not reasons and half:
         reasons.append(
             "half precision rounds sums over other parts of a batch in another way, which adds up over the steps: if the script is equal "
-            "without --amp, nothing else is wrong, and --tolerance allows larger differences"
+            "in float32, nothing else is wrong, and --tolerance allows larger differences"
         )
     return reasons or [
         "the loss is no mean over samples: it is divided by a number of the rank's part (a masked mean: "
@@ -335,7 +343,7 @@ def _alike(one: Sequence[float], several: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-6) for a, b in zip(one, several, strict=True))
 
 
-def _factor(one: Step, several: Step) -> float | None:
+def _factor(one: Step, several: Step, near: float) -> float | None:
     """The factor from all gradients on one process to those on several ranks; ``None`` if they are not in proportion."""
     pairs = [(a.double(), b.double()) for a, b in zip(one.grads, several.grads, strict=True) if a is not None and b is not None]
     a, b = (torch.cat([pair[at] for pair in pairs]) if pairs else torch.zeros(0) for at in (0, 1))
@@ -343,4 +351,4 @@ def _factor(one: Step, several: Step) -> float | None:
     if not norm or not math.isfinite(norm):
         return None
     factor = float(a @ b) / norm**2
-    return factor if float((b - factor * a).norm()) < 1e-3 * float(b.norm()) else None
+    return factor if float((b - factor * a).norm()) < near * float(b.norm()) else None

@@ -45,6 +45,7 @@ from parwrap.ranks.collectives import barrier, gather, reduce_sum
 from parwrap.ranks.device import gpu_count
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
+from parwrap.torch_private.amp import autocast_enabled
 
 __all__ = ["PRECISELY", "WARM_UP", "Enough", "Recorded", "Settings", "Step", "recorded", "recorded_in", "stride"]
 
@@ -54,6 +55,9 @@ MOST_VALUES = 65_536
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BATCH_NORMS = "batch_norms"
 """The file whose presence says that a run has had a batch norm in train mode."""
+
+HALF, HALVES = "half", (torch.float16, torch.bfloat16)
+"""The file whose presence says that a run has computed in half precision; the dtypes."""
 
 PRECISELY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 """Variables with which a GPU multiplies float32 as such, and cuBLAS adds in the same order each time."""
@@ -148,11 +152,13 @@ class Recorded:
     Attributes:
         steps: its steps.
         batch_norms: whether a batch norm was in train mode in a recorded step.
+        half: whether it has computed in half precision: an autocast was on, or a module has returned such a tensor.
         failed: whether the run has ended with an error.
     """
 
     steps: Sequence[Step]
     batch_norms: bool = False
+    half: bool = False
     failed: bool = False
 
 
@@ -162,7 +168,7 @@ class Enough(SystemExit):
 
 def recorded_in(folder: Path, failed: bool = False) -> Recorded:
     """What a run has recorded in ``folder``."""
-    return Recorded(Steps(folder), (folder / BATCH_NORMS).exists(), failed)
+    return Recorded(Steps(folder), (folder / BATCH_NORMS).exists(), (folder / HALF).exists(), failed)
 
 
 @contextmanager
@@ -232,6 +238,7 @@ class _Recorder(Interceptor):
         self._batch: _Batch | None = None
         self._draws: Any = None  # where the streams were after the last batch or backward
         self._step: Step | None = None
+        self._half = False
         self._begin()
 
     def _begin(self) -> None:
@@ -240,7 +247,12 @@ class _Recorder(Interceptor):
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
         self._modules.add(module)
-        return original(*args, **kwargs)
+        outputs = original(*args, **kwargs)
+        self._half = self._half or any(each.dtype in HALVES for each in _tensors(outputs))
+        return outputs
+
+    def enter_autocast(self, instance: torch.autocast) -> None:
+        self._half |= autocast_enabled(instance)
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         self._end_if_done()
@@ -256,6 +268,7 @@ class _Recorder(Interceptor):
         self._draws = _state_of_draws()
 
     def backward(self, call: Backward) -> None:
+        self._half |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # that of a decorator is on in its function
         if (batch := self._batch) is not None:
             self._batch = None
             self._batches += 1
@@ -304,6 +317,8 @@ class _Recorder(Interceptor):
                 torch.save(vars(step), folder / f"step-{self._steps:06}.pt")
                 if any(isinstance(each, NORMS) and each.training for each in self._modules):
                     (folder / BATCH_NORMS).touch()
+                if self._half:
+                    (folder / HALF).touch()
         self._end_if_done()
 
     def _end_if_done(self) -> None:

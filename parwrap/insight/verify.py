@@ -21,7 +21,7 @@ from parwrap.decorators.sync_bn import sync_bn
 from parwrap.errors import UsageError, counted
 from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
-from parwrap.insight.comparison import TOLERANCE, Comparison, compared, compared_with_ddp
+from parwrap.insight.comparison import Comparison, compared, compared_with_ddp
 from parwrap.insight.recording import PRECISELY, Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
 from parwrap.ranks.environment import environment
@@ -29,9 +29,6 @@ from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import IN_SCRATCH
 
 __all__ = ["main", "verify"]
-
-LOW_PRECISION = 1e-3
-"""The tolerance of runs with ``--amp``: products are rounded to 8 or 11 bits, in another order."""
 
 HELP = """\
 usage: parwrap verify [options] train.py [its options]
@@ -46,7 +43,7 @@ writes and prints goes to scratch; programs that it starts write where they alwa
 
   --steps N           optimizer steps to compare; 20
   --nproc-per-node N  ranks of the second run; 2
-  --tolerance X       the largest difference by rounding in a step, beside a largest value of 1; 1e-5, or 1e-3 with --amp
+  --tolerance X       the largest difference by rounding in a step, beside a largest value of 1; 1e-5, in half precision 1e-3
   --no-dropout        turn dropout off in both runs, because each rank draws its own
   --against ddp       compare per-rank batches with torch's DDP, driven by hand on as many ranks, bit for bit
   --seed N            for scripts that set none; 0
@@ -62,7 +59,7 @@ def verify(
     *args: Any,
     steps: int = 20,
     nprocs: int = 2,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     dropout: bool = True,
     seed: int = 0,
     **kwargs: Any,
@@ -80,7 +77,7 @@ def verify(
         nprocs: the number of ranks.
         tolerance: how much a value may differ by rounding, as a fraction of the largest value of its tensor, or of 1 if that is larger.
             A gradient may differ, in its norm, by 100 times this fraction of its norm and a tenth of this fraction of the largest norm of
-            a gradient so far.
+            a gradient so far. By default 1e-5, or 1e-3 if the function computes in half precision.
         dropout: whether dropout is on; each rank draws its own.
         seed: the seed of torch, numpy and Python.
 
@@ -196,13 +193,11 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
             "optimizer of torch.optim."
         )
     given = asked.arguments
-    asks, half, tolerance = hasattr(given, "sync_bn"), hasattr(given, "amp"), given.tolerance
-    if tolerance is None:
-        tolerance = LOW_PRECISION if half else TOLERANCE
+    asks = hasattr(given, "sync_bn")
     around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asks else [])]
     run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
     several = recorded_in(run.folder, run.failed)
-    return compared(one, several, ranks, synchronized=one.batch_norms or asks, half=half, said=run.said, tolerance=tolerance)
+    return compared(one, several, ranks, synchronized=one.batch_norms or asks, said=run.said, tolerance=given.tolerance)
 
 
 def _refuse_numbers(steps: int, ranks: Any, tolerance: float | None) -> None:

@@ -21,9 +21,9 @@ def step(grad=GRAD, before=START, **others):
     return Step(*fixed, [before], [grad], [before - rate * grad], **options)
 
 
-def found(one, several, ranks=2, synchronized=True, half=False, said="", batch_norms=False, failed=False, tolerance=1e-5):
-    runs = Recorded(one), Recorded(several, batch_norms, failed)
-    return compared(*runs, ranks, synchronized=synchronized, half=half, said=said, tolerance=tolerance)
+def found(one, several, ranks=2, synchronized=True, half=False, said="", batch_norms=False, failed=False, tolerance=None):
+    runs = Recorded(one, half=half), Recorded(several, batch_norms, half, failed)
+    return compared(*runs, ranks, synchronized=synchronized, said=said, tolerance=tolerance)
 
 
 def test_rounding_may_add_up_from_step_to_step():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -216,6 +217,31 @@ def test_models_of_the_closure_are_trained_on_shares_as_with_distributed():
             optimizer.step()
 
     assert "the loss is a sum over the samples" in parwrap.verify(train_what_is_there).difference.reasons[0]
+
+
+def train_in_half_precision(kind, reduction):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    model = model.bfloat16() if kind == "a bfloat16 model" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(4, (64,))), batch_size=16, shuffle=True):
+        with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext():
+            loss = F.cross_entropy(model(x.bfloat16() if kind == "a bfloat16 model" else x), y, reduction=reduction)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["a decorator", "autocast", pytest.param("a bfloat16 model", marks=pytest.mark.slow)])
+def test_a_script_that_computes_in_half_precision_itself_is_equal_up_to_its_rounding(kind):
+    decorated = parwrap.amp(dtype="bf16")(train_in_half_precision) if kind == "a decorator" else train_in_half_precision
+
+    assert str(found := parwrap.verify(decorated, kind, "mean")).startswith("equal to one process after 4 steps"), found
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_a_sum_differs_in_half_precision_too():
+    assert "the loss is a sum over the samples" in parwrap.verify(train_in_half_precision, "autocast", "sum").difference.reasons[0]
 
 
 def test_a_decorated_function_keeps_its_options_and_needs_no_ranks_of_its_own():
