@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from parwrap.errors import ParwrapError
+from parwrap.loop.optimizers import parameters_of
 
 __all__ = ["AmpState", "Iterations"]
 
@@ -120,7 +121,8 @@ class Iterations:
     A hand-written loop calls ``GradScaler.update`` in each iteration. Here no call marks the end, so an iteration ends when every optimizer
     has stepped. Some optimizers step less often than others: a generator steps less often than its critic. When one optimizer steps
     a second time, the iteration has ended before that step. From then on an iteration ends when all optimizers that stepped in that
-    one have stepped.
+    one have stepped. An optimizer whose parameters all belong to optimizers built later does not take part: they have taken over, though
+    the script may still hold it.
 
     Args:
         over: a function, called with whether one of the iteration's steps was skipped.
@@ -128,15 +130,17 @@ class Iterations:
 
     def __init__(self, over: Callable[[bool], None]) -> None:
         self._over = over
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
         self._taking_part: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def expect(self, optimizer: Optimizer) -> None:
         """Record that ``optimizer`` exists, and may step in each iteration."""
         if optimizer not in self._known:
-            self._known.add(optimizer)
+            self._known[optimizer] = None
             self._taking_part.add(optimizer)
+            owners = {id(p): each for each in list(self._known) for p in parameters_of(each)}
+            self._taking_part &= set(owners.values())
 
     def forget(self) -> None:
         """Forget all optimizers, because another training begins."""

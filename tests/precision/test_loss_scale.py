@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import parwrap
 from parwrap.precision.loss_scale import AmpState, Iterations
-from scaled import batches, build, by_hand, loss_of, same
+from scaled import FP16, LOW, batches, build, by_hand, loss_of, same
 
 
 def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():
@@ -126,6 +127,7 @@ def test_a_script_with_a_scaler_of_its_own_is_left_to_it(capfd):
 def ends(steps, known=""):
     """After which of ``steps`` an iteration is over, and how many; a step in capitals was skipped."""
     optimizers = {name: torch.optim.SGD([nn.Parameter(torch.ones(1))]) for name in "abc"}
+    optimizers |= {name: torch.optim.SGD(optimizers[of].param_groups[0]["params"]) for name, of in (("d", "a"), ("e", "b"))}
     over, seen = [], []
     iterations = Iterations(over.append)
     for name in known:
@@ -147,6 +149,10 @@ def ends(steps, known=""):
         ("abaB", "", [".", "", ".", ""]),  # the second was not known before: from then on they take turns
         ("aaabaaab", "ab", ["", "..", ".", "", ".", ".", ".", ""]),  # a critic that has three steps to the generator's one
         ("Aaa", "ab", ["", "X.", "."]),  # another that never steps costs one late update
+        ("aDd", "", [".", "X", "."]),  # a later one has the parameters: it has taken over
+        ("abDbdb", "ab", ["", ".", "", "X", "", "."]),  # of one of two
+        ("dedE", "abde", ["", ".", "", "X"]),  # of both
+        ("adaD", "ad", ["", ".", "", "X"]),  # or both step in each iteration
     ],
 )
 def test_when_an_iteration_is_over(steps, known, seen):
@@ -164,3 +170,31 @@ def test_an_optimizer_that_is_gone_is_not_waited_for():
     iterations.stepped(stays, False)
 
     assert [False] == over
+
+
+def in_two_phases(scaler=None):
+    """The weights and the scale after each batch; a second optimizer takes over where batches overflow, and the first still exists."""
+    model, seen, optimizers = build(), [], []
+    for lr, overflowing in ((0.01, ()), (0.001, (0, 1))):
+        optimizers.append(torch.optim.SGD(model.parameters(), lr))
+        for x, y in batches(4, overflowing):
+            with torch.autocast("cpu", FP16) if scaler else nullcontext():
+                loss = loss_of(model, x, y)
+            optimizers[-1].zero_grad()
+            if scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizers[-1])
+                scaler.update()
+            else:
+                loss.backward()
+                optimizers[-1].step()
+            seen.append([(scaler or parwrap.amp_state()).state_dict()["scale"], *(p.detach().clone() for p in model.parameters())])
+    return seen
+
+
+def test_an_optimizer_that_takes_over_the_parameters_of_another_has_the_scale_of_a_loop_by_hand():
+    with parwrap.amp(**LOW):
+        seen = in_two_phases()
+
+    assert same(in_two_phases(torch.amp.GradScaler("cpu", init_scale=LOW["init_scale"])), seen)
+    assert [1024.0] * 4 + [512.0] + [256.0] * 3 == [each[0] for each in seen]
