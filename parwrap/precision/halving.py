@@ -1,13 +1,15 @@
 """Models that compute in float16 without autocast: Apex's levels O2 and O3.
 
 A model is a module that is called from outside any other module and has a parameter of an optimizer. Its floating point inputs are cast to
-float16 and its outputs to float32, so losses are computed in float32.
+float16 and its outputs to float32, so losses are computed in float32. What it writes into a dict, list or dataclass among its inputs is an
+output too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,11 +52,15 @@ class _Halving(Interceptor):
             return original(*args, **kwargs)
         self._inside = True
         try:
-            outputs = self._run(module, _cast(args, HALF), _cast(kwargs, HALF), original)
+            halves = _cast(args, HALF), _cast(kwargs, HALF)
+            pairs = list(_pairs((args, kwargs), halves))
+            outputs = self._run(module, *halves, original)
         finally:
             self._inside = False
         # a part of a model that a checkpoint recomputes, in a backward, is not called from outside
-        return outputs if in_backward() else _cast(outputs, torch.float32)
+        dtype = None if in_backward() else torch.float32
+        _put_back(pairs, dtype)
+        return _cast(outputs, dtype)
 
     def _is_model(self, module: nn.Module) -> bool:
         if type(module).__module__.startswith("parwrap."):
@@ -122,5 +128,37 @@ def _take_over(p: torch.Tensor, half: torch.Tensor) -> None:
     p.copy_(torch.where(half == p.to(HALF), p, half.to(p.dtype)))
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def _pairs(own: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
+    """Each object in ``own`` with the one at its place in ``copied``; for a dataclass, the dicts of their attributes."""
+    if dataclasses.is_dataclass(own) and not isinstance(own, (dict, type)):
+        yield own, copied
+        own, copied = getattr(own, "__dict__", {}), getattr(copied, "__dict__", {})
+    yield own, copied
+    if isinstance(own, (dict, list, tuple)):
+        for key in own if isinstance(own, dict) else range(len(own)):
+            yield from _pairs(own[key], copied[key])
+
+
+def _put_back(pairs: list[tuple[Any, Any]], dtype: torch.dtype | None) -> None:
+    """Write into the script's dicts and lists what a call has written into their copies, cast to ``dtype``."""
+    originals = {id(copied): own for own, copied in pairs}
+
+    def original(value: Any) -> Any:
+        return originals[id(value)] if id(value) in originals else _cast(value, dtype)
+
+    for own, copied in pairs:
+        if isinstance(own, dict):
+            for key in [key for key in own if key not in copied]:
+                del own[key]
+            for key, written in copied.items():
+                value = original(written)
+                if key not in own or own[key] is not value:  # some dicts refuse changes
+                    own[key] = value
+        elif isinstance(own, list) and [*map(id, own)] != [*map(id, now := [*map(original, copied)])]:
+            own[:] = now
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return values
     return mapped(values, lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf)

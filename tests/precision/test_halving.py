@@ -1,5 +1,7 @@
 """Apex's levels O2 and O3 for a plain loop, against copies by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -165,6 +167,48 @@ def test_o2_with_checkpoints(use_reentrant):
 
     for one, other in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(one, other)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
+class Writes(nn.Linear):
+    """Writes into its inputs, which are a dict, a list and a dataclass."""
+
+    def forward(self, batch, hidden, *, more):
+        batch["logits"] = super().forward(batch["x"])
+        batch["inner"]["y"] = batch["inner"].pop("x")
+        batch["counts"][0] += 1
+        hidden.append(batch["logits"].relu())
+        more.logits = super().forward(more.x)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_what_a_forward_writes_into_its_inputs_reaches_the_script(level):
+    def called():
+        torch.manual_seed(0)
+        model, x, hidden = Writes(8, 2), torch.ones(4, 8), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch, more = {"x": x, "inner": {"x": x}, "counts": [0, x]}, Batch(x)
+        model(batch, hidden, more=more)
+        nn.functional.cross_entropy(batch["logits"] + more.logits, torch.zeros(4).long()).backward()
+        optimizer.step()
+
+        assert batch["x"] is more.x is x
+        assert ["x", "inner", "counts", "logits"] == [*batch]
+        assert [("y", x)] == [*batch["inner"].items()]
+        assert (1, True) == (batch["counts"][0], batch["counts"][1] is x)
+        return [batch["logits"], *hidden, more.logits, model.weight.detach().float()]
+
+    expected = called()
+    with parwrap.amp(level=level):
+        found = called()
+
+    assert [torch.float32] * 4 == [each.dtype for each in found]
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_a_model_that_no_optimizer_trains_stays_in_float32():
