@@ -93,7 +93,11 @@ NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 SAYING = [
     {dtype: text.replace("DTYPE", name) for dtype, name in NAMES.items()}
-    for text in (r"\"(\w+)\" not implemented for 'DTYPE'", r"([\w.]+): Low precision dtypes not supported. Got DTYPE")
+    for text in (
+        r"\"(\w+)\" not implemented for 'DTYPE'",
+        r"([\w.]+): Low precision dtypes not supported. Got DTYPE",
+        r"could not create a primitive descriptor for (?:the|an?) (\w[\w ]*?) (?:forward|backward)",  # oneDNN does not name the dtype
+    )
 ]
 """Torch's error messages for a missing operation, by dtype."""
 

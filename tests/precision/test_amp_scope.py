@@ -153,6 +153,13 @@ def test_an_operation_that_is_missing_is_named_with_what_to_do(dtype, run, text)
     assert isinstance(refusal.value.__cause__, (RuntimeError, TypeError))
 
 
+@pytest.mark.parametrize("article", ["the", "an"])
+def test_a_layer_that_the_library_of_the_cpu_lacks_is_named_too(article):
+    """Some CPUs have these in float16."""
+    with pytest.raises(parwrap.UsageError, match=r"LSTM does not exist for float16 on cpu: use parwrap\.amp"), parwrap.amp(dtype="fp16"):
+        raise RuntimeError(f"could not create a primitive descriptor for {article} LSTM forward propagation primitive. Run workload with")
+
+
 def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match="on purpose"), parwrap.amp():
         raise RuntimeError("on purpose")
