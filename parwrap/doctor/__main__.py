@@ -85,9 +85,18 @@ def _report(exam: Exam, as_json: bool) -> int:
     findings = find(outcome)
     status = int(any(finding.serious for finding in findings))
     if as_json:
-        print(json.dumps({**asdict(outcome), "findings": [asdict(finding) for finding in findings], "exit_code": status}, indent=2))
+        text = json.dumps({**asdict(outcome), "findings": [asdict(finding) for finding in findings], "exit_code": status}, indent=2)
     else:
-        print(report(outcome, findings))
+        text = report(outcome, findings)
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        if not isinstance(error, BrokenPipeError):  # the reader has read enough, as head does
+            print(
+                f"parwrap.doctor: the report cannot be written: {error.strerror}. Free some space, or write it elsewhere.", file=sys.stderr
+            )
+            return 2
     return status
 
 

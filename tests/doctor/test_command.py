@@ -101,6 +101,15 @@ def test_alone_as_json_with_launch_variables_half_set(doctor, tmp_path):
     assert [] == list(tmp_path.glob("parwrap-*/[!l]*"))
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_report_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-m", "parwrap.doctor"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=WITHIN)
+
+    expected = "parwrap.doctor: the report cannot be written: No space left on device. Free some space, or write it elsewhere.\n"
+    assert (2, expected) == (run.returncode, run.stderr)
+
+
 def test_under_a_launcher_ranks_are_examined_together_and_one_prints(doctor):
     code, stdout, stderr = ended(doctor("-m", "parwrap.run", "--nproc-per-node", "2", "-m", "parwrap.doctor"))
 
