@@ -132,7 +132,7 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
     # save the failure before the scope closes, because leaving the process group may end the other ranks
-    with _scope(script), ending, recorder, _explained(script), forks_end_here():
+    with _scope(script), ending, recorder, _decorators(script), _explained(script), forks_end_here():
         run_target(script.kind, script.target)
 
 
@@ -164,11 +164,19 @@ def _scope(script: Script) -> Iterator[None]:
     if script.scope is None:
         yield
         return
-    import parwrap
     from parwrap.decorators.distributed import script_scope
 
     log, heard = os.environ.pop(LOG, None), os.environ.pop(ALL_RANKS, "") == "1"  # not for what the script starts
-    with script_scope(log=log, heard=heard, quiet=script.quiet, **script.scope), ExitStack() as around:
+    with script_scope(log=log, heard=heard, quiet=script.quiet, **script.scope):
+        yield
+
+
+@contextmanager
+def _decorators(script: Script) -> Iterator[None]:
+    """The decorators that the command line asks for. An error that one of them names, such as ``amp``, is the script's failure."""
+    import parwrap
+
+    with ExitStack() as around:
         opened = (getattr(parwrap, name)(*given.args, **given.kwargs) for name, given in script.decorators.items())
         for decorator in sorted(opened, key=lambda each: each.layer):
             decorator.of_command = True

@@ -40,6 +40,14 @@ ValueError: rank one is unhappy
     assert 1 == stderr.count("Traceback")
 
 
+def test_an_error_that_an_option_names_has_the_last_word(parwrap_run, script):
+    path = script("import torch\ntorch.nn.functional.rrelu(torch.ones(2).half(), training=True)\n")
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", "--amp", "fp16", path)
+
+    assert (1, True) == (status, 'train.py", line 2, in <module>' in stderr)
+    assert stderr.splitlines()[-1].startswith("parwrap.errors.UsageError: rrelu_with_noise_out_cpu does not exist for float16 on cpu: ")
+
+
 def test_a_killed_rank_is_named_before_those_that_lose_their_connection(parwrap_run, script):
     path = script("""
 import os, signal, parwrap
