@@ -227,9 +227,10 @@ def _why_not_sent(value: Any) -> str:
 
 
 def _is_of_pytest(item: pytest.Function, name: str) -> bool:
-    """Whether pytest itself defines the fixture ``name`` of ``item``. A parameter has no fixture."""
+    """Whether ``name`` is a fixture of ``item`` that pytest itself defines, and no parameter."""
+    is_parameter = hasattr(item, "callspec") and name in item.callspec.params
     definitions = item._fixtureinfo.name2fixturedefs.get(name) or ()
-    return any(each.func.__module__.startswith("_pytest.") for each in definitions[-1:])
+    return not is_parameter and any(each.func.__module__.startswith("_pytest.") for each in definitions[-1:])
 
 
 def _end_like(item: pytest.Function, first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:

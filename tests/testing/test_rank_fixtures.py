@@ -148,3 +148,10 @@ def test_a_fixture_of_pytest_itself_that_ranks_lack_is_named_with_what_to_do(run
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"The argument '{name}' of test_it *: it is a fixture of pytest itself, which ranks do not have. Use *"])
     result.stdout.no_fnmatch_line("*During handling*")
+
+
+def test_a_parameter_that_cannot_be_sent_is_no_fixture_of_pytest(run: Run):
+    result = run("@pytest.mark.ranks(2)\n@pytest.mark.parametrize('f', [lambda: 0])\ndef test_it(f): pass")
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["The argument 'f' of test_it* cannot be sent to the ranks, *. Create it inside the test, or *"])
