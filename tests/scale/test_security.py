@@ -321,6 +321,7 @@ UNPICKLING = {
     "ranks/collectives.py": "what ranks send over their process group",
     "strategies/parameter_server.py": "states of optimizers, over the process group",
     "strategies/ps_server.py": "optimizers, over the process group",
+    "testing/plugin.py": "the class of a test's error, from a rank of this test",
     "testing/rank_process.py": "tests, from the fork server",
 }
 """The files that unpickle, and what; never a value of a store."""
