@@ -178,6 +178,8 @@ class PassIterator(Batches):
         sources = self.detach()
         if sources is not None and self.opened is not None:
             self._finished = True
+            if not exhausted:
+                self.batches = iter(())  # workers of torch's iterator end with it
             sources.end(self, exhausted)
 
     def detach(self) -> Sources | None:

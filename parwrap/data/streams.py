@@ -205,6 +205,7 @@ class EndsTogether:
                 "in the dataset."
             )
         if not any(counts) or (self._uneven == "drop" and not all(counts)):
+            self._batches = iter(())  # its workers may have read ahead, and end with it
             raise StopIteration
         if batch is NOTHING:
             batch = self._last if self._uneven == "join" else self._again()
