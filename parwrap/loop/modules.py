@@ -27,6 +27,7 @@ class Modules(Interceptor):
 
     Attributes:
         first: the modules that existed when the scope opened.
+        count: the number of parameters that were made outside training passes, the same on all ranks.
     """
 
     def __init__(self, passes: Passes, modules: Iterable[nn.Module] = ()) -> None:
@@ -34,7 +35,7 @@ class Modules(Interceptor):
         self._outer: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary(dict.fromkeys(self.first))
         self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._made = 0
+        self.count = 0
         for module in self.first:
             for parameter in module.parameters():
                 self._note(parameter)
@@ -47,10 +48,10 @@ class Modules(Interceptor):
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter not in self._numbers:
-            self._numbers[parameter] = self._made
-            self._made += 1
+            self._numbers[parameter] = self.count
+            self.count += 1
 
-    def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
+    def trainable(self, leaves_out: Callable[[torch.Tensor], bool] = lambda parameter: False) -> dict[int, torch.Tensor]:
         """The parameters that require grad, by their number."""
         return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import CodeType
 from typing import Any
 from zlib import crc32
@@ -197,13 +198,14 @@ class Sites:
                 self._bare[leaf] = checksums([leaf]), leaf.register_post_accumulate_grad_hook(arrived)
 
     def _watch(self) -> None:
-        """Add hooks that note a gradient of a parameter that an optimizer owns but no set has: a later epoch may add a loss."""
+        """Add hooks that note a gradient of a parameter that no set has: a later epoch may add a loss."""
         self.unwatch()
         known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
-        for parameters in self._loop.optimizers.sets():
-            for p in parameters:
-                if p.requires_grad and p.is_leaf and id(p) not in known and self.elsewhere(p) is None:
-                    self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
+        optimizers = self._loop.optimizers
+        others = self._loop.modules.trainable().values() if optimizers.were_built else ()
+        for p in {id(p): p for p in chain(*optimizers.sets(), others)}.values():
+            if p.requires_grad and p.is_leaf and id(p) not in known and self.elsewhere(p) is None:
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         if self._running is not None:
@@ -226,18 +228,23 @@ class Sites:
     def grow(self, site: Site, call: Backward) -> None:
         """Grow the set of ``site``, after a backward that reached parameters outside of it on any rank, and average their gradients.
 
-        All parameters of the optimizers that own these are added.
+        All parameters of the optimizers that own these are added. Those that no optimizer owns have numbers that are the same on all ranks.
         """
         assert site.averager is not None
         group, arrived = self._loop.group, {id(p) for p in self.arrived}
         self.arrived.clear()
-        owners = self._loop.optimizers.owners()
+        owners, modules = self._loop.optimizers.owners(), self._loop.modules
         outside = [p for parameters in self._loop.optimizers.sets() for p in parameters if p.requires_grad and not self._has(site, p)]
-        bits = torch.tensor([id(p) in arrived for p in outside], dtype=torch.int64)
+        others = {number: p for number, p in modules.trainable().items() if id(p) not in owners and not self._has(site, p)}
+        numbers = [number for number, p in others.items() if id(p) in arrived]
+        bits = torch.tensor([id(p) in arrived for p in outside] + [False] * modules.count, dtype=torch.int64)
+        bits[len(outside) :][numbers] = 1
         with group.control_message("a set of parameters that grows"):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
-            chosen = {owners[id(p)] for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
+            owned, unowned = bits.split([len(outside), modules.count])
+            chosen = {owners[id(p)] for p, bit in zip(outside, owned.tolist(), strict=True) if bit}
             new = [p for p in outside if owners[id(p)] in chosen]
+            new += [others[number] for number in unowned.nonzero().flatten().tolist() if number in others]
             if not new:  # on a GPU the other ranks say so a backward later
                 return
             average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device))

@@ -108,8 +108,8 @@ class FSDP(DDP):
             return
         infers = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):
+            self._sites.close()  # with its hooks on parameters
             self._make_alike(module, {name: p for name, p in parameters.items() if not is_sharded(p)})
-            self._sites.close()
             inside = [unit for unit in units(module, self.loop.options().wrap) if unit not in self._inner]
             whole = unsharded(module, inside, device)
             model = ShardedModel(module, inside, whole, self._mesh_of(device), self.loop.same_step.sends, self._tensors.whole)

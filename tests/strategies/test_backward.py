@@ -348,6 +348,30 @@ def test_no_sync_may_come_before_the_first_backward(create_graph):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("holds_more", [0, 1])
+def test_parameters_without_an_optimizer_join_when_they_are_first_reached(holds_more):
+    held = []
+
+    def run():
+        model, optimizer = model_and_optimizer()
+        held.append(nn.Linear(1, 1))  # rank 0 or 1 drops it
+        other = nn.Linear(3, 1, bias=False)
+        if parwrap.rank() != holds_more:
+            held.clear()
+        for step in range(3):
+            optimizer.zero_grad()
+            other.zero_grad()
+            loss = model(torch.ones(1, 3)).sum()
+            ((loss + other(torch.ones(1, 3)).sum() if step else loss) * scale()).backward()
+            optimizer.step()
+            if step:
+                assert [[MEAN] * 3] == other.weight.grad.tolist()
+        return model.weight.grad.tolist()
+
+    assert [[MEAN] * 3] == distributed(run)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("one_rank", [False, True])
 def test_the_parameters_of_an_auxiliary_loss_join_when_it_begins(one_rank):
     def run():
