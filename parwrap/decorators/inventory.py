@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import Parameter
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from parwrap.decorators.scope import Call, block_frame
+from parwrap.inline.returned import attributes_of
 
 __all__ = ["found", "named", "reachable"]
 
@@ -57,15 +59,15 @@ def _members(value: Any) -> Collection[Any]:
         if len(value) > MOST:
             return ()
         return value.values() if isinstance(value, dict) else value
-    if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__") or inspect.ismodule(value):
+    if isinstance(value, (nn.Module, torch.Tensor, type)) or inspect.ismodule(value):
         return ()
-    return list(vars(value).values())
+    return list(attributes_of(value).values())
 
 
 def named(call: Call) -> dict[str, Any]:
     """What a function can reach, by name: its arguments, its ``self``, its closure and the globals that it names.
 
-    Functions and classes of its module that it names count as its own code.
+    Functions and classes of its module that it names, and their base classes there, count as its own code.
 
     >>> def train(model, *, epochs=2):
     ...     return MOST
@@ -78,7 +80,7 @@ def named(call: Call) -> dict[str, Any]:
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     names = _arguments(function, args, kwargs)
     itself = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
-    if hasattr(itself, "__dict__") and not inspect.ismodule(itself):
+    if itself is not None and not inspect.ismodule(itself):
         names["self"] = itself
     module = getattr(function, "__module__", None)
     code, seen = [*_code(function, module), *_code(itself, module)], set[int]()
@@ -87,11 +89,7 @@ def named(call: Call) -> dict[str, Any]:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        try:
-            theirs = inspect.getclosurevars(each)
-        except ValueError:  # a variable of its closure has no value yet
-            continue
-        for name, value in (*theirs.nonlocals.items(), *theirs.globals.items()):
+        for name, value in _used(each):
             names.setdefault(name, value)
             code += _code(value, module)
     return names
@@ -112,14 +110,26 @@ def _arguments(function: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[st
     return names
 
 
+def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of the closure of ``function``, and the globals that it names, also in the functions and classes inside it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the variable has no value yet
+            yield name, cell.cell_contents
+    code = [function.__code__]
+    for each in code:
+        code += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+        yield from ((name, function.__globals__[name]) for name in each.co_names if name in function.__globals__)
+
+
 def _code(value: Any, module: str | None) -> Iterator[FunctionType]:
-    """The functions of ``value``, if it is a function, a method, a class or an object of a class of ``module``."""
+    """The functions of ``value``, if it is a function, a method, a class or an object of a class, and its code is of ``module``."""
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
         plain = inspect.unwrap(value)
-        if isinstance(plain, FunctionType) and plain.__module__ == module:
+        functions = [plain] if getattr(plain, "__module__", None) == module else []
+    else:
+        kinds = (value if isinstance(value, type) else type(value)).__mro__
+        functions = [getattr(each, "__func__", each) for kind in kinds if kind.__module__ == module for each in vars(kind).values()]
+    for each in functions:
+        if isinstance(each, FunctionType) and isinstance(plain := inspect.unwrap(each), FunctionType):
             yield plain
-    elif (kind := value if isinstance(value, type) else type(value)).__module__ == module:
-        for each in vars(kind).values():
-            if isinstance(each := getattr(each, "__func__", each), FunctionType):
-                yield inspect.unwrap(each)

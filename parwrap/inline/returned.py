@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,7 +27,7 @@ from parwrap.places import is_installed, is_ours, is_standard, script_place
 from parwrap.torch_private.modules import CONTENTS
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["KINDS", "CallersObjects", "contents", "differing", "warn_of_changes"]
+__all__ = ["KINDS", "CallersObjects", "attributes_of", "contents", "differing", "warn_of_changes"]
 
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
 """The kinds of objects whose new state is sent back."""
@@ -240,8 +240,23 @@ def contents(names: Mapping[str, Any], sent_back: Container[Any] = ()) -> dict[s
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     """The attributes of an object of the script."""
-    is_other = isinstance(value, (type, FunctionType, ModuleType, *KINDS)) or not hasattr(value, "__dict__")
-    return {} if is_other or not _is_of_script(type(value)) else vars(value)
+    is_other = isinstance(value, (type, FunctionType, ModuleType, *KINDS))
+    return {} if is_other or not _is_of_script(type(value)) else attributes_of(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in its ``__dict__`` and in its ``__slots__``.
+
+    >>> class Meter:
+    ...     __slots__ = ("total", "count")
+    >>> meter = Meter()
+    >>> meter.total = 3
+    >>> attributes_of(meter)
+    {'total': 3}
+    """
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    slots = [name for kind in kinds for name, member in vars(kind).items() if isinstance(member, MemberDescriptorType)]
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
 
 def _contents_of(name: str, value: Any, sent_back: Container[Any]) -> dict[str, Any]:

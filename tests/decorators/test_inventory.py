@@ -21,6 +21,16 @@ class Trainer:
         pass
 
 
+class Slotted:
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held):
+        self.held = held
+
+    def train(self):
+        pass
+
+
 class Unlisted(list):
     """A list that nobody looks into."""
 
@@ -43,6 +53,8 @@ def put_into(held):
         "keyword": Call(print, (), {"optimizer": held}),
         "list": Call(print, ([held],)),
         "object": Call(print, (Trainer(held),)),
+        "object with slots": Call(print, (Slotted(held),)),
+        "self with slots": Call(Slotted(held).train),
         "list of an object": Call(print, (Trainer([held]),)),
         "self": Call(Trainer(held).train),
         "closure": Call(of_closure),
@@ -58,10 +70,61 @@ def test_a_function_reaches(place):
     assert [sgd] == reachable(Optimizer, put_into(sgd)[place])
 
 
+of_module = optimizer()
+
+
+def in_a_function():
+    def step():
+        return of_module
+
+    return step()
+
+
+def in_a_lambda():
+    return (lambda: of_module)()
+
+
+def in_a_generator():
+    return next(each for _ in range(1) for each in [of_module])
+
+
+def in_a_class():
+    class Inner:
+        def step(self):
+            return of_module
+
+    return Inner().step()
+
+
+def beside_an_unset_variable():
+    def calls():
+        return of_module, later
+
+    found = reachable(Optimizer, Call(calls))
+    later = None
+    return found
+
+
+class Base:
+    def step(self):
+        return of_module
+
+
+class Derived(Base):
+    def train(self):
+        self.step()
+
+
+@pytest.mark.parametrize("function", [in_a_function, in_a_lambda, in_a_generator, in_a_class, Derived().train, lambda: Derived().train()])
+def test_a_global_is_reached_from_code_inside_and_from_base_classes(function):
+    assert [of_module] == reachable(Optimizer, Call(function))
+    assert [of_module] == beside_an_unset_variable()
+
+
 def test_a_block_reaches_the_variables_around_it():
     sgd = optimizer()
 
-    assert [sgd] == reachable(Optimizer, Call())
+    assert [sgd, of_module] == reachable(Optimizer, Call())
 
 
 def test_several_kinds_are_found_in_one_walk():

@@ -147,14 +147,21 @@ def test_what_else_has_changed_is_named_once(function, named):
     assert named is None or caught[-1].filename == __file__
 
 
+class Meter:
+    __slots__ = ("total", "unset")
+
+
 def test_contents_differ_if_a_value_does():
+    meter = Meter()
+    meter.total = 0
     table, big = np.zeros(3), list(range(2000))
-    names = {"table": table, "nested": {"best": [1.0]}, "big": big, "same": "text", "nan": float("nan")}
+    names = {"table": table, "nested": {"best": [1.0]}, "big": big, "same": "text", "nan": float("nan"), "meter": meter}
     before = contents(names)
     table[0], names["nested"]["best"][0] = 1, 0.5
+    meter.total += 1
     big.append(0)  # data is not looked through
 
-    assert ["table", "nested", "new"] == differing(before, contents({**names, "new": 1}))
+    assert ["table", "nested", "meter.total", "new"] == differing(before, contents({**names, "new": 1}))
 
 
 @pytest.mark.parametrize("start_method", METHODS)
