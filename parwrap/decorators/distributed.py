@@ -30,7 +30,7 @@ from parwrap.errors import UsageError, counted, explain
 from parwrap.inline.launching import number_of_ranks, run_on_ranks
 from parwrap.inline.rank_process import Task, forks_of_started_rank_end_here, report_failure
 from parwrap.inline.remote_exception import RemoteTraceback
-from parwrap.inline.returned import KINDS
+from parwrap.inline.returned import KINDS, STATES
 from parwrap.intercept.dali import intercepting_pipelines
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
@@ -205,7 +205,10 @@ def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any
     names = functools.partial(named, call)
     there = names().values()
     function = functools.partial(_continued, run, get_states())
-    task = Task(function, found(KINDS, there), names, found((IOBase, DataLoader), there))
+    loaders = found(DataLoader, there)
+    draw = [part for each in loaders for part in (each, each.batch_sampler, getattr(each.batch_sampler, "sampler", each.sampler))]
+    objects: list[Any] = [*found(KINDS, there), *found(tuple(STATES), draw)]
+    task = Task(function, objects, names, [*found(IOBase, there), *loaders])
     who = f"parwrap.distributed with nprocs={options.nprocs!r}"
     try:
         result, states = run_on_ranks(task, size, options.backend, options.start_method, who)

@@ -23,10 +23,10 @@ def launch(
     Use it in plain Python, at the prompt or in a notebook; the function, even a closure, may be defined there. The ranks' output is shown
     as it comes, and Ctrl-C ends them.
 
-    Afterwards the caller's models, optimizers, schedulers and tensors have the state of rank 0, in the same objects as before: those among
-    the arguments, the ``self``, the closure and the globals that the function names, and one level deep in these. Other objects that the
-    function changed stay as they were in this process, and a warning names them. Random numbers continue from rank 0's. If a rank raises an
-    exception, it is raised here, with its own type, and the other ranks are ended.
+    Afterwards the caller's models, optimizers, schedulers, tensors, gradient scalers and random generators have the state of rank 0, in the
+    same objects as before: those among the arguments, the ``self``, the closure and the globals that the function names, and one level deep
+    in these. Other objects that the function changed stay as they were in this process, and a warning names them. Random numbers continue
+    from rank 0's. If a rank raises an exception, it is raised here, with its own type, and the other ranks are ended.
 
     If ranks have been started already, for example by ``python -m parwrap.run``, the function runs on these.
 

@@ -77,7 +77,7 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
 def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method: str | None = None, who: str = "parwrap.launch") -> Any:
     """Run ``task`` on ``size`` ranks that this process starts, and wait for all of them.
 
-    Afterwards the caller's tensors, models, optimizers and schedulers have the state of rank 0, unless rank 0 dies before it can send it.
+    Afterwards the caller's objects (``KINDS`` of ``returned.py``) have the state of rank 0, unless rank 0 dies before it can send it.
     Ctrl-C is passed on to the ranks.
 
     Args:

@@ -44,7 +44,7 @@ class Task:
 
     Attributes:
         function: the function to call.
-        objects: the caller's tensors, models, optimizers and schedulers that the function reaches.
+        objects: the caller's objects that the function reaches and whose state is sent back.
         names: a function that returns the values that ``function`` reaches, by name.
         inherited: the caller's open files and loaders, which forked ranks cannot all use.
     """

@@ -1,4 +1,4 @@
-"""What rank 0 sends back: the function's result, and the new state of the caller's tensors, models, optimizers and schedulers.
+"""What rank 0 sends back: the function's result, and the new state of the caller's tensors, models, optimizers and the like (``KINDS``).
 
 The caller and rank 0 have the same objects in the same order. Sent data refers to these objects by number, so a model that the caller
 passed in is the same object when it is returned.
@@ -7,18 +7,23 @@ passed in is the same object when it is returned.
 from __future__ import annotations
 
 import pickle
+import random
 import sys
 import warnings
+from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, BinaryIO
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,13 +32,27 @@ from parwrap.places import is_installed, is_ours, is_standard, script_place
 from parwrap.torch_private.modules import CONTENTS
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["KINDS", "CallersObjects", "attributes_of", "contents", "differing", "warn_of_changes"]
+__all__ = ["KINDS", "STATES", "CallersObjects", "attributes_of", "contents", "differing", "warn_of_changes"]
 
-KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
+STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    LRScheduler: (lambda each: each.state_dict(), lambda each, state: each.load_state_dict(state)),
+    GradScaler: (lambda each: each.state_dict(), lambda each, state: each.load_state_dict(state)),
+    torch.Generator: (lambda each: each.get_state().tolist(), lambda each, state: each.set_state(torch.tensor(state, dtype=torch.uint8))),
+    np.random.Generator: (lambda each: each.bit_generator.state, lambda each, state: setattr(each.bit_generator, "state", state)),
+    np.random.RandomState: (lambda each: each.get_state(), lambda each, state: each.set_state(state)),
+    random.SystemRandom: (lambda each: None, lambda each, state: None),
+    random.Random: (lambda each: each.getstate(), lambda each, state: each.setstate(state)),
+}
+"""How to read and set the state of objects whose state is a plain value. The first kind that fits counts."""
+
+KINDS = (torch.Tensor, nn.Module, Optimizer, *STATES)
 """The kinds of objects whose new state is sent back."""
 
 MOST = 1000
-"""Containers and arrays with more items are not searched for changes; a tensor with more elements is sent only if it may have changed."""
+"""In a container with more items, as many are searched for changes; a tensor with more elements is sent only if it may have changed."""
+
+LARGEST = 1 << 20
+"""In an array with more bytes, some values are searched for changes: it may be a view of a large file."""
 
 MOST_NAMED = 5
 SENT = ("training", "defaults", "state", "param_groups")
@@ -44,7 +63,7 @@ CALLERS = "parwrap"
 
 
 class CallersObjects:
-    """The caller's tensors, models, optimizers and schedulers, and their parts, with the same numbers in the caller and on rank 0.
+    """The caller's objects of ``KINDS``, and their parts, with the same numbers in the caller and on rank 0.
 
     Args:
         found: the objects, in the same order on both sides.
@@ -111,7 +130,7 @@ class CallersObjects:
             "tensors": [(number, _values(each), each.requires_grad) for number, each in changed],
             "modules": [(number, _parts_of(each)) for number, each in every if isinstance(each, nn.Module)],
             "optimizers": [(number, each.__getstate__()) for number, each in every if isinstance(each, Optimizer)],
-            "schedulers": [(number, each.state_dict()) for number, each in every if isinstance(each, LRScheduler)],
+            "others": [(number, _other_state(each)) for number, each in every if isinstance(each, tuple(STATES))],
         }
 
     def take(self, state: Mapping[str, list[Any]]) -> None:
@@ -124,8 +143,8 @@ class CallersObjects:
         for number, attributes in state["optimizers"]:
             optimizer = self._objects[number]
             optimizer.__setstate__(_updated(vars(optimizer), attributes))
-        for number, attributes in state["schedulers"]:
-            self._objects[number].load_state_dict(attributes)
+        for number, other in state["others"]:
+            _access(self._objects[number])[1](self._objects[number], other)
 
 
 def pickle_module(**classes: type) -> ModuleType:
@@ -134,6 +153,14 @@ def pickle_module(**classes: type) -> ModuleType:
     vars(module).update(vars(pickle))
     vars(module).update(classes)
     return module
+
+
+def _access(thing: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    return next(access for kind, access in STATES.items() if isinstance(thing, kind))
+
+
+def _other_state(thing: Any) -> Any:
+    return _access(thing)[0](thing)
 
 
 def _with_parts(thing: Any) -> list[Any]:
@@ -285,16 +312,35 @@ class _Itself:
 def _content(value: Any, sent_back: Container[Any], depth: int = 3) -> Any:
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return type(value), repr(value)
-    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MOST and depth:
-        members = [*value, *value.values()] if isinstance(value, dict) else value
-        return _Itself(value), [_content(each, sent_back, depth - 1) for each in members]
-    if isinstance(value, np.ndarray) and value.size <= MOST and not value.dtype.hasobject:
-        return _Itself(value), value.tobytes()
+    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and depth:
+        inner = depth - 1 if len(value) <= MOST else min(depth - 1, 1)
+        return _Itself(value), len(value), [_content(each, sent_back, inner) for each in _items(value)]
+    if isinstance(value, np.ndarray) and value.dtype == object and depth:
+        return _Itself(value), [_content(each, sent_back, depth - 1) for each in value.flat[:: _step(value.size)]]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _Itself(value), crc32(value.flat[:: 1 if value.nbytes <= LARGEST else _step(value.size)].tobytes())
+    if isinstance(value, (bytearray, array)):
+        return _Itself(value), crc32(value)
     if isinstance(value, (torch.Tensor, nn.Module, Optimizer)) and value not in sent_back:
         return _Itself(value), [_state_of(each) for each in _with_parts(value) if _is_tensor(each)]
+    if isinstance(value, tuple(STATES)) and value not in sent_back:
+        return _Itself(value), repr(_other_state(value))
     if depth and (attributes := _attributes(value)) and len(attributes) <= MOST:
         return _Itself(value), [_content(each, sent_back, depth - 1) for each in attributes.values()]
     return _Itself(value)
+
+
+def _items(container: Any) -> Iterator[Any]:
+    """The items of ``container``, for a dict its keys and values; if there are more than ``MOST``, some at equal distances."""
+    step = _step(len(container))
+    if isinstance(container, dict):
+        return chain.from_iterable(islice(container.items(), 0, None, step))
+    return islice(container, 0, None, step)
+
+
+def _step(count: int) -> int:
+    """The distance of at most ``MOST`` places that are spread over ``count``."""
+    return -(-count // MOST) or 1
 
 
 def _is_of_script(kind: type) -> bool:
@@ -311,7 +357,8 @@ def warn_of_changes(names: list[str]) -> None:
     place = script_place()
     warnings.warn_explicit(
         f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors, "
-        "models, optimizers and schedulers at most one level deep are copied back: return whatever else you need.",
+        "models, optimizers, schedulers, gradient scalers and random generators at most one level deep are copied back: return whatever "
+        "else you need.",
         UserWarning,
         place.file,
         place.line,

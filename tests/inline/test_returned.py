@@ -1,12 +1,15 @@
 """What comes back from ranks that a call has started, against the same in one process."""
 
+import random
 import warnings
+from array import array
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import parwrap
 from parwrap.inline.returned import contents, differing
@@ -154,14 +157,35 @@ class Meter:
 def test_contents_differ_if_a_value_does():
     meter = Meter()
     meter.total = 0
-    table, big = np.zeros(3), list(range(2000))
-    names = {"table": table, "nested": {"best": [1.0]}, "big": big, "same": "text", "nan": float("nan"), "meter": meter}
+    table, generator = np.zeros(3), torch.Generator()
+    names = {"table": table, "nested": {"best": [1.0]}, "generator": generator, "same": "text", "nan": float("nan"), "meter": meter}
     before = contents(names)
     table[0], names["nested"]["best"][0] = 1, 0.5
     meter.total += 1
-    big.append(0)  # data is not looked through
+    generator.manual_seed(3)
 
-    assert ["table", "nested", "meter.total", "new"] == differing(before, contents({**names, "new": 1}))
+    assert ["table", "nested", "generator", "meter.total", "new"] == differing(before, contents({**names, "new": 1}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(2000),
+        np.zeros((512, 512)),
+        np.zeros(3, object),
+        [0] * 5000,
+        dict.fromkeys(range(2000), 0),
+        deque([0] * 2000),
+        bytearray(10),
+        array("f", [0.0] * 4),
+    ],
+)
+def test_a_change_in_a_large_container_is_seen(value):
+    before = contents({"value": value})
+    assert [] == differing(before, contents({"value": value}))
+
+    value[0] = 7
+    assert ["value"] == differing(before, contents({"value": value}))
 
 
 @pytest.mark.parametrize("start_method", METHODS)
@@ -227,3 +251,20 @@ def test_random_streams_go_on_from_those_of_rank_zero(start_method):
     np.random.seed(0)
 
     assert [draw(), draw()] == launched
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_generators_and_the_loss_scale_go_on_from_those_of_rank_zero(start_method):
+    def made():
+        order = RandomSampler(range(8), generator=torch.Generator().manual_seed(1))
+        drawn = np.random.default_rng(0), np.random.RandomState(0), random.Random(0), torch.Generator().manual_seed(0)
+        return *drawn, DataLoader(range(8), batch_size=8, sampler=order), torch.amp.GradScaler("cpu", init_scale=8)
+
+    def draw(new, old, plain, of_torch, loader, scaler):
+        scaler.scale(torch.ones(1))
+        scaler.update(scaler.get_scale() * 2)
+        (batch,) = loader
+        return new.random(), old.rand(), plain.random(), torch.rand(1, generator=of_torch).item(), batch.tolist(), scaler.get_scale()
+
+    here, there = made(), made()
+    assert [draw(*here), draw(*here)] == [parwrap.launch(draw, *there, nprocs=2, start_method=start_method), draw(*there)]
