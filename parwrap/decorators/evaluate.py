@@ -28,8 +28,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from parwrap.data.evaluation_shares import Evaluation, check
 from parwrap.data.merging import REDUCTIONS, Part, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
+from parwrap.decorators.inventory import named
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
 from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line, shortened
+from parwrap.inline.returned import attributes_of, is_of_script
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.loop.random_streams import get_states, set_states
@@ -538,17 +540,15 @@ LARGEST = 1 << 20
 
 
 def _state(call: _JointCall) -> dict[str, Any]:
-    """The state of what a call can change, by expression: arguments, closure and the globals that its code names, one level deep."""
-    roots = dict(call.arguments)
-    try:
-        names = inspect.getclosurevars(inspect.unwrap(call.function))
-        roots = {**names.globals, **names.nonlocals, **roots}
-    except TypeError:  # no Python function
-        pass
+    """The state of what a call can change, by expression: what its code can reach by name, and one level deep in it.
+
+    Lists, dicts, modules and objects of the script that are found there are looked into too.
+    """
     found: dict[str, Any] = {}
-    for name, value in roots.items():
+    for name, value in named(Call(call.function, call.args, call.kwargs)).items():
         for place, each in ((name, value), *_members(name, value)):
-            for inner_place, inner in ((place, each), *(_members(place, each) if isinstance(each, (list, dict, nn.Module)) else ())):
+            goes_on = isinstance(each, (list, dict, nn.Module)) or is_of_script(type(each))
+            for inner_place, inner in ((place, each), *(_members(place, each) if goes_on else ())):
                 found[inner_place] = _content(inner)
     return found
 
@@ -567,7 +567,7 @@ def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
             names = (name for name in vars(module) if not name.startswith("_") and name != "training")
             yield from ((f"{inside}.{name}", vars(module)[name]) for name in names)
     elif not isinstance(value, (torch.Tensor, np.ndarray)) and not inspect.isroutine(value):
-        yield from ((f"{place}.{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+        yield from ((f"{place}.{name}", each) for name, each in attributes_of(value).items())
 
 
 def _content(value: Any) -> Any:

@@ -79,7 +79,7 @@ def named(call: Call) -> dict[str, Any]:
     while isinstance(function, partial):
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     names = _arguments(function, args, kwargs)
-    itself = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
+    itself = getattr(function, "__self__", names.get("self") if isinstance(function, FunctionType) else function)
     if itself is not None and not inspect.ismodule(itself):
         names["self"] = itself
     module = getattr(function, "__module__", None)

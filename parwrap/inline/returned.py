@@ -32,7 +32,7 @@ from parwrap.places import is_installed, is_ours, is_standard, script_place
 from parwrap.torch_private.modules import CONTENTS
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["KINDS", "STATES", "CallersObjects", "attributes_of", "contents", "differing", "warn_of_changes"]
+__all__ = ["KINDS", "STATES", "CallersObjects", "attributes_of", "contents", "differing", "is_of_script", "warn_of_changes"]
 
 STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     LRScheduler: (lambda each: each.state_dict(), lambda each, state: each.load_state_dict(state)),
@@ -268,7 +268,7 @@ def contents(names: Mapping[str, Any], sent_back: Container[Any] = ()) -> dict[s
 def _attributes(value: Any) -> Mapping[str, Any]:
     """The attributes of an object of the script."""
     is_other = isinstance(value, (type, FunctionType, ModuleType, *KINDS))
-    return {} if is_other or not _is_of_script(type(value)) else attributes_of(value)
+    return {} if is_other or not is_of_script(type(value)) else attributes_of(value)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def _step(count: int) -> int:
     return -(-count // MOST) or 1
 
 
-def _is_of_script(kind: type) -> bool:
+def is_of_script(kind: type) -> bool:
     """Whether ``kind`` is a class of the script, not of a library."""
     file = kind.__module__ != "__main__" and getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or bool(file and not (is_installed(file) or is_standard(file) or is_ours(file)))

@@ -222,6 +222,36 @@ class Trainer:
         return self.best
 
 
+class Counter:
+    __slots__ = ("samples",)
+
+    def __init__(self):
+        self.samples = 0
+
+
+class Counting:
+    def __init__(self):
+        self.counter = Counter()
+
+    def counts(self, loader):
+        self.counter.samples += (count := sum(len(x) for x, _ in loader))
+        return count
+
+    def records_by_helpers(self, loader):
+        self.record(count := sum(len(x) for x, _ in loader))
+        return count
+
+    def record(self, count):
+        write_down(count)
+
+
+recorded = []
+
+
+def write_down(count):
+    recorded.append(count)
+
+
 class Metric:
     def __init__(self):
         self.right = torch.zeros(())
@@ -270,6 +300,24 @@ def test_what_a_function_leaves_behind_is_that_of_the_whole_and_there_once(tmp_p
             shared(model(), samples(23))
         shared(model(), samples(23))
         assert 2 * loss == path.read_text()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("function", "place"), [(Counting.counts, r"self\.counter\.samples"), (Counting.records_by_helpers, "recorded")])
+def test_what_helpers_and_objects_in_self_leave_behind_is_that_of_the_whole(function, place):
+    recorded.clear()
+    counting = Counting()
+    with parwrap.distributed():
+        shared = parwrap.evaluate(reduce="sum")(function)
+        with pytest.warns(UserWarning, match=f"it changes {place}, which"):
+            shared(counting, samples(23))
+        shared(counting, samples(23))
+
+    plain = Counting()
+    left = [*recorded, counting.counter.samples]
+    recorded.clear()
+    function(plain, samples(23)), function(plain, samples(23))
+    assert [*recorded, plain.counter.samples] == left
 
 
 @pytest.mark.ranks(2)

@@ -118,6 +118,7 @@ class Derived(Base):
 @pytest.mark.parametrize("function", [in_a_function, in_a_lambda, in_a_generator, in_a_class, Derived().train, lambda: Derived().train()])
 def test_a_global_is_reached_from_code_inside_and_from_base_classes(function):
     assert [of_module] == reachable(Optimizer, Call(function))
+    assert [of_module] == reachable(Optimizer, Call(Derived.train, (Derived(),)))
     assert [of_module] == beside_an_unset_variable()
 
 
