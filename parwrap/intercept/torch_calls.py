@@ -36,6 +36,7 @@ from parwrap.intercept.skipped_steps import closures, hooked, is_image, is_left_
 from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
+from parwrap.torch_private.dataloader import forget_workers
 from parwrap.torch_private.modules import APPLY, CALL
 
 __all__ = ["SERIALIZATION", "intercepting"]
@@ -53,7 +54,12 @@ def _iterate(interceptor: Interceptor) -> Patches:
 
     def patch(kind: Any) -> Patch:
         original = kind.__iter__
-        return Patch(kind, "__iter__", lambda wrapped, instance, args, kwargs: interceptor.iterate(instance, original))
+
+        def iterate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            forget_workers(instance)
+            return interceptor.iterate(instance, original)
+
+        return Patch(kind, "__iter__", iterate)
 
     def stateful(module: ModuleType) -> list[Patch]:
         return [patch(module.StatefulDataLoader)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,7 +19,10 @@ def kept_iterator(loader: DataLoader) -> Any:
 
 
 def forget_workers(loader: DataLoader) -> None:
-    """Let a forked process begin without the persistent workers of its parent, and without ending them. Nothing public does that."""
-    if loader._iterator is not None:
-        loader._iterator._shutdown = True  # type: ignore[attr-defined]
-        loader._iterator = None
+    """Forget the persistent workers of ``loader`` if they belong to the process that this one was forked from, without ending them.
+
+    Nothing public does that.
+    """
+    iterator: Any = loader._iterator
+    if any(worker._parent_pid != os.getpid() for worker in getattr(iterator, "_workers", ())):
+        iterator._shutdown, loader._iterator = True, None

@@ -294,9 +294,10 @@ def test_files_that_the_caller_also_reads(tmp_path):
 
 def test_a_loader_whose_workers_belong_to_the_caller():
     loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    deep = [[[loader]]]
     assert 4 == len(list(loader))
 
-    assert 4 == parwrap.launch(lambda: len(list(loader)), nprocs=2)
+    assert [4, 4] == parwrap.launch(lambda: [len(list(deep[0][0][0])) for _ in range(2)], nprocs=2)
     assert 4 == len(list(loader))
     loader._iterator = None
     gc.collect()

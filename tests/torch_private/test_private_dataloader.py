@@ -16,12 +16,16 @@ def test_a_loader_keeps_the_iterator_of_persistent_workers():
     assert iterator is not iter(loader)
 
 
-def test_a_loader_forgets_workers_without_ending_them():
+def test_a_loader_forgets_workers_of_another_process_without_ending_them():
     loader = DataLoader([0, 1], num_workers=1, persistent_workers=True)
     iterator = iter(loader)
     (worker,) = iterator._workers
     dataloader.forget_workers(loader)
+    assert iterator is dataloader.kept_iterator(loader)
 
+    mine, worker._parent_pid = worker._parent_pid, 0
+    dataloader.forget_workers(loader)
+    worker._parent_pid = mine
     assert dataloader.kept_iterator(loader) is None
     iterator.__del__()
     assert worker.is_alive()

@@ -16,7 +16,8 @@ from parwrap.torch_private import versions
 ROOM = Path(versions.__file__).parent
 NOT_ON_A_CLASS = {
     *("_dynamo", "_torchdynamo_inline", "_orig_mod", "_is_replica", "_shutdown", "_saved_sparse"),  # set or asked for with a default
-    *("_global_", "_getframe"),  # not a whole name, not torch's
+    "_workers",  # asked for with a default
+    *("_global_", "_getframe", "_parent_pid"),  # not a whole name, not torch's
 }
 
 
