@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -40,7 +41,7 @@ class Interpreter:
     def __init__(self, job: Job, outputs: Mapping[int, int], threads: int) -> None:
         cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}  # of a notebook
         file = job.folder / f"job-{job.rank}"
-        file.write_bytes(pickle.dumps((job, sys.argv, cells)))
+        file.write_bytes(pickle.dumps((job, sys.argv, cells, _facts_of_main())))
         self.sentinel, ended = os.pipe()
         code = f"import sys; sys.path[:] = {sys.path!r}; from parwrap.inline.spawning import become; become({str(file)!r})"
         self._process = subprocess.Popen(
@@ -68,9 +69,20 @@ class Interpreter:
 
 def become(file: str) -> None:
     """Run as the rank whose job is in ``file``."""
-    job, sys.argv[:], cells = pickle.loads(Path(file).read_bytes())
+    job, sys.argv[:], cells, facts = pickle.loads(Path(file).read_bytes())
     linecache.cache.update(cells)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(facts)
     run(job)
+
+
+def _facts_of_main() -> dict[str, Any]:
+    """Where the code of ``__main__`` is from: relative imports need it, and processes that start with an import of ``__main__``."""
+    main = vars(sys.modules["__main__"])
+    facts: dict[str, Any] = {name: main[name] for name in ("__file__", "__package__") if name in main}
+    if spec := main.get("__spec__"):
+        facts["__spec__"] = ModuleSpec(spec.name, loader=None)  # not every loader can be sent
+    return facts
 
 
 def pack(task: Task, file: Path, who: str) -> None:
@@ -115,7 +127,6 @@ def loaded(file: Path, backend: str | None) -> Task:
     The names that the function uses in the caller's ``__main__`` are defined in this process's ``__main__``, where DataLoader workers, for
     example, look them up.
     """
-    sys.modules["__main__"] = ModuleType("__main__")
     device = str(choose_device(detect(os.environ), backend))
     # schedulers mark their optimizer's step method, and the mark is not sent
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden")

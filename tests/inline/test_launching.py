@@ -303,6 +303,31 @@ def test_a_loader_whose_workers_belong_to_the_caller():
     gc.collect()
 
 
+IN_A_PACKAGE = """
+import parwrap
+
+def where():
+    from .helper import name
+    import __main__
+    return name, __main__.__file__, __main__.__spec__.name
+
+if __name__ == "__main__":
+    assert where() == parwrap.launch(where, nprocs=2, start_method="spawn")
+"""
+
+
+@pytest.mark.slow
+def test_a_new_interpreter_knows_the_package_of_main(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in {"__init__": "", "helper": "name = __name__", "train": IN_A_PACKAGE}.items():
+        (package / f"{name}.py").write_text(text)
+
+    command = [sys.executable, "-m", "package.train"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (0, "") == (ended.returncode, ended.stderr)
+
+
 INTERRUPTED = """
 import os, signal, subprocess, sys, threading
 import torch, parwrap
