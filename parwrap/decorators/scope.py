@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from types import FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, ClassVar, TypeVar
 
 from parwrap.errors import UsageError
@@ -21,6 +21,14 @@ from parwrap.errors import UsageError
 F = TypeVar("F", bound=Callable)
 
 __all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "refuse_undecoratable", "scoped", "undecorated"]
+
+
+UNRUN = (
+    (GeneratorType, "a generator", "return list(...)"),
+    (CoroutineType, "a coroutine", "return asyncio.run(...)"),
+    (AsyncGeneratorType, "an async generator", "return a list of what it yields"),
+)
+"""Results that are code that has not run yet: their types, their names, and what to return instead."""
 
 
 @dataclass(eq=False)
@@ -132,6 +140,7 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
             for decorator in ordered:
                 scopes.enter_context(decorator.scope(call))
             call.result = function(*args, **kwargs)
+            _refuse_unrun(function, call.result)
         return call.result
 
     in_scopes.__parwrap_scopes__ = (in_scopes, ordered)  # type: ignore[attr-defined]
@@ -164,6 +173,16 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
     else:
         return
     raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+
+
+def _refuse_unrun(function: Any, result: Any) -> None:
+    """Raise :class:`UsageError` for a result whose code has not run yet, and would run when the scope is closed."""
+    for kind, what, run in UNRUN:
+        if isinstance(result, kind):
+            raise UsageError(
+                f"{describe(function)} returns {what}, whose body runs after the call has returned, without parwrap. Run it inside the "
+                f"function: {run}."
+            )
 
 
 def module_of(function: Callable | None) -> str | None:

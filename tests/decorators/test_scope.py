@@ -175,3 +175,22 @@ def generator():
 def test_what_a_scope_cannot_serve_is_refused(function, text):
     with pytest.raises(UsageError, match=text):
         scoped(function)
+
+
+@pytest.mark.parametrize(
+    ("begin", "text"),
+    [
+        (generator, r"make \(.*test_scope.py:\d+\) returns a generator, .*: return list\(\.\.\.\)\."),
+        (coroutine, r"returns a coroutine, .*: return asyncio\.run"),
+    ],
+)
+def test_a_result_that_would_run_after_the_scope_is_refused(begin, text):
+    made = begin()
+
+    @scoped
+    def make():
+        return made
+
+    with pytest.raises(UsageError, match=text):
+        make()
+    made.close()
