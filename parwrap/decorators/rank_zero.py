@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from parwrap.decorators.distributed import draws_put_back
-from parwrap.decorators.scope import Call, ScopeDecorator
+from parwrap.decorators.scope import Call, ScopeDecorator, describe
 from parwrap.errors import RankMismatchError, RankZeroError, UsageError, in_one_line
 from parwrap.rank_zero import files
 from parwrap.rank_zero.path_rules import every_rank_writing
@@ -71,7 +71,7 @@ class rank_zero_only(ScopeDecorator):
             if (local_rank() if self._local else rank()) > 0:
                 if self._broadcast:
                     raise UsageError(
-                        f"{function.__qualname__} sends rank 0's result to the other ranks, but is called inside rank_zero_first, where "
+                        f"{describe(function)} sends rank 0's result to the other ranks, but is called inside rank_zero_first, where "
                         "these wait until rank 0 has left the block. Call it before the block, or leave out broadcast=True."
                     )
                 _left_to_rank_zero()
@@ -115,7 +115,7 @@ class rank_zero_first(ScopeDecorator):
                         opened.crossed()
                     _store(group).set(through, "")
             else:
-                _wait(group, through, "the block of rank_zero_first", "the first rank of this node" if self._local else "rank 0")
+                _wait(group, through, lambda: "the block of rank_zero_first", "the first rank of this node" if self._local else "rank 0")
                 yield
         if opened and not first:
             opened.crossed()
@@ -155,13 +155,13 @@ def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], k
     outcome = _next_key(group, "rank_zero_only")
     if group.world.rank > 0:
         _left_to_rank_zero()
-        if failure := _wait(group, outcome, function.__qualname__):
-            raise RankZeroError(f"rank 0 failed in {function.__qualname__}, whose result this rank waits for: {failure}")
+        if failure := _wait(group, outcome, functools.partial(describe, function)):
+            raise RankZeroError(f"rank 0 failed in {describe(function)}, whose result this rank waits for: {failure}")
         return broadcast(None)
     try:
         with _running_alone():
             result = function(*args, **kwargs)
-            _check_pickles(result, function.__qualname__)  # while it can still tell the others that it fails
+            _check_pickles(result, function)  # while it can still tell the others that it fails
     except BaseException as error:
         _store(group).set(outcome, in_one_line(error))
         raise
@@ -169,13 +169,14 @@ def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], k
     return broadcast(result)
 
 
-def _check_pickles(result: Any, name: str) -> None:
+def _check_pickles(result: Any, function: Callable[..., Any]) -> None:
     try:
         pickle.dumps(result)
     except Exception as error:
         raise UsageError(
-            f"@parwrap.rank_zero_only(broadcast=True) sends the result of {name} to the other ranks, but it cannot be pickled: "
-            f"{type(error).__name__}: {error}. Return tensors or numbers, or objects of classes that are defined at the top of a module."
+            f"@parwrap.rank_zero_only(broadcast=True) sends the result of {describe(function)} to the other ranks, but it cannot be "
+            f"pickled: {type(error).__name__}: {error}. Return tensors or numbers, or objects of classes that are defined at the top of a "
+            "module."
         ) from error
 
 
@@ -206,14 +207,14 @@ def _store(group: Group) -> SignedStore:
     return SignedStore(group.store, "rank zero")
 
 
-def _wait(group: Group, key: str, what: str, first: str = "rank 0") -> str:
+def _wait(group: Group, key: str, what: Callable[[], str], first: str = "rank 0") -> str:
     """Wait until the rank that goes first has written ``key``, and return the text."""
     store, nap, until = _store(group), NAP[0], time.monotonic() + group.timeout.total_seconds()
     while not store.has(key):
         if time.monotonic() > until:
             raise RankMismatchError(
-                f"{first} has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not begun it. Run it on all ranks. "
-                "If it takes that long, set a larger @parwrap.distributed(timeout=...)."
+                f"{first} has not finished {what()} within {group.timeout.total_seconds():.0f} s, or has not begun it. Run it on all "
+                "ranks. If it takes that long, set a larger @parwrap.distributed(timeout=...)."
             )
         time.sleep(nap)
         nap = min(nap * 1.5, NAP[1])

@@ -261,7 +261,7 @@ MOST = 2**63 - 1
 def _as_tensor(name: str, leaf: Any, size: int) -> torch.Tensor:
     """A new tensor to sum ``leaf`` in, wide enough that a sum over many ranks loses no precision of the leaf."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-        leaf = torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "biu" else np.ascontiguousarray(leaf).reshape(leaf.shape))
+        leaf = _from_array(name, leaf)
     if isinstance(leaf, torch.Tensor):
         if leaf.layout != torch.strided:
             raise UsageError(f"parwrap.{name}() takes dense tensors, not one of layout {leaf.layout}: pass x.to_dense().")
@@ -270,16 +270,25 @@ def _as_tensor(name: str, leaf: Any, size: int) -> torch.Tensor:
         whole = leaf.to(torch.int64, copy=True)
         if whole.is_cpu and whole.numel():  # to read a number of a GPU would wait for it
             for each in (int(whole.max()), int(whole.min())):
-                _refuse_overflow(name, each, size)
+                _refuse_overflow(name, each % 2**64 if leaf.dtype == torch.uint64 else each, size)
         return whole
-    if isinstance(leaf, int):
-        _refuse_overflow(name, leaf, size)
+    if isinstance(leaf, (int, np.integer)):
+        _refuse_overflow(name, int(leaf), size)
     if dtype := number_dtype(leaf):
         return torch.tensor(complex(leaf) if dtype.is_complex else float(leaf) if dtype.is_floating_point else int(leaf), dtype=dtype)
     raise UsageError(
         f"parwrap.{name}() takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, "
         f"not {type(leaf).__name__} ({leaf!r})."
     )
+
+
+def _from_array(name: str, array: np.ndarray) -> torch.Tensor:
+    dtype = np.dtype(np.int64) if array.dtype.kind in "bi" else array.dtype.newbyteorder("=")
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype).reshape(array.shape))
+    except TypeError:  # torch has no such dtype
+        known = "complex128" if array.dtype.kind == "c" else "float64"
+        raise UsageError(f"parwrap.{name}() cannot add up arrays of {array.dtype}: pass x.astype(np.{known}).") from None
 
 
 def _refuse_overflow(name: str, number: int, size: int) -> None:

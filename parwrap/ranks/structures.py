@@ -56,8 +56,14 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
         return copied
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(mapped(value, leaf) for value in x))
-    if isinstance(x, (list, tuple)):
-        return type(x)([mapped(value, leaf) for value in x])
+    if isinstance(x, list):
+        copied = copy.copy(x)  # a subclass may be made from something else than a list
+        copied[:] = [mapped(value, leaf) for value in x]
+        return copied
+    if isinstance(x, tuple):
+        values = tuple(mapped(value, leaf) for value in x)
+        of_ints = not isinstance(x, torch.Size) or all(isinstance(value, int) for value in values)
+        return type(x)(values) if of_ints else values
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         copied = copy.copy(x)
         for each in dataclasses.fields(x):

@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_its_result_can_be_sent_to_all():
     assert [{"by": 0}] * 2 == gather(first())
 
 
+class Load:
+    def __call__(self, by=None):
+        if by is None:
+            raise KeyError("no data")
+        return {"by": by}
+
+
+@pytest.mark.ranks(2)
+def test_a_partial_and_an_object_that_is_called_can_send_their_results():
+    assert {"by": 3} == rank_zero_only(broadcast=True)(Load())(3)
+    assert {"by": 3} == rank_zero_only(broadcast=True)(partial(Load(), 3))()
+    with pytest.raises((KeyError, RankZeroError)[rank()], match=("no data", r"rank 0 failed in Load \(.*, whose result")[rank()]):
+        rank_zero_only(broadcast=True)(Load())()
+
+
 @pytest.mark.ranks(2)
 def test_who_waits_for_a_result_learns_that_rank_zero_has_failed():
     @rank_zero_only(broadcast=True)
@@ -51,9 +67,9 @@ def test_a_result_that_cannot_be_pickled_is_named_on_every_rank():
     def make():
         return lambda: None
 
-    said = r"rank_zero_only\(broadcast=True\) sends the result of .*make to the other ranks, but it cannot be pickled: .* Return tensors or"
+    said = r"rank_zero_only\(broadcast=True\) sends the result of .*make \(.*\) to the other ranks, but it cannot be pickled: .* Return"
     with pytest.raises(
-        (UsageError, RankZeroError)[rank()], match=(said, "rank 0 failed in .*make, whose result .* cannot be pickled")[rank()]
+        (UsageError, RankZeroError)[rank()], match=(said, r"rank 0 failed in .*make \(.*, whose result .* cannot be pickled")[rank()]
     ):
         make()
 
@@ -157,5 +173,7 @@ def test_a_result_for_all_inside_rank_zero_first_is_refused_on_the_ranks_that_wo
         if rank() == 0:
             assert "run7" == name()
         else:
-            with pytest.raises(UsageError, match=r"name sends rank 0's result .* inside rank_zero_first, .* Call it before the block"):
+            with pytest.raises(
+                UsageError, match=r"name \(.*\) sends rank 0's result .* inside rank_zero_first, .* Call it before the block"
+            ):
                 name()

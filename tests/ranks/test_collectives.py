@@ -88,6 +88,9 @@ def test_whole_numbers_whose_sum_may_not_fit_are_refused_and_others_are_exact():
             r"is -?4611686018427387904. Pass floats, or add them up as Python does: sum\(parwrap.gather\(x\)\).",
         ):
             parwrap.reduce_sum({"tokens": most})
+    for unsigned in (np.uint64(2**63 + 5), np.array([1, 2**63 + 5], dtype=np.uint64)):
+        with pytest.raises(UsageError, match="but one is 9223372036854775813"):
+            parwrap.reduce_sum(unsigned)
     with pytest.raises(UsageError, match=r"parwrap.reduce_mean\(\) adds up .* Pass floats\.$"):
         parwrap.reduce_mean(2**62)
     assert 2**63 == sum(parwrap.gather(2**62))

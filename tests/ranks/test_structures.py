@@ -104,6 +104,31 @@ def test_dataclasses_and_arrays_are_entered():
     assert [[3], [3]] == [each.hits.tolist() for each in parwrap.gather(Totals(1.0, torch.tensor([3])))]
 
 
+class Bag(list):
+    def __init__(self, *items):
+        super().__init__(items)
+
+
+@pytest.mark.ranks(2)
+def test_lists_with_a_constructor_and_sizes_are_entered():
+    bag, size = Bag(1, Bag(2)), torch.zeros(2, 3).shape
+    total = parwrap.reduce_sum(bag)
+
+    assert ([2, [4]], Bag, Bag) == (total, type(total), type(total[1]))
+    assert [bag, bag] == parwrap.gather(bag)
+    assert ((4, 6), (2.0, 3.0)) == (parwrap.reduce_sum(size), parwrap.reduce_mean(size))
+    assert [size, size] == parwrap.gather(size)
+
+
+@pytest.mark.ranks(2)
+def test_arrays_of_other_byte_orders_are_added_up_and_those_that_torch_does_not_know_are_refused():
+    for dtype in (">f8", ">i4", ">c16"):
+        assert [2, 4] == parwrap.reduce_sum(np.array([1, 2], dtype)).tolist()
+    for dtype, known in (np.longdouble, "float64"), (np.clongdouble, "complex128"):
+        with pytest.raises(UsageError, match=rf"reduce_sum\(\) cannot add up arrays of .*: pass x\.astype\(np\.{known}\)\."):
+            parwrap.reduce_sum(np.ones(2, dtype))
+
+
 @pytest.mark.ranks(2)
 def test_what_one_rank_cannot_send_is_an_error_on_every_rank():
     mine = (lambda: 1) if parwrap.rank() else 1
