@@ -51,7 +51,7 @@ class Modules(Interceptor):
             self._numbers[parameter] = self.count
             self.count += 1
 
-    def trainable(self, leaves_out: Callable[[torch.Tensor], bool] = lambda parameter: False) -> dict[int, torch.Tensor]:
+    def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
         """The parameters that require grad, by their number."""
         return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
 

@@ -68,10 +68,14 @@ class Sites:
     Args:
         loop: the state of the running loop.
         new_set: called when a set is averaged for the first time.
+
+    Attributes:
+        leaves_out: whether no set may have a parameter, because each rank has a part of it.
     """
 
     def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
         self._loop, self._new_set = loop, new_set
+        self.leaves_out: Callable[[torch.Tensor], bool] = lambda parameter: False
         self._sites: dict[tuple[int, ...], Site] = {}
         self._averagers: dict[tuple[Any, ...], GradientAverager] = {}
         self._hooks: list[Any] = []
@@ -202,7 +206,7 @@ class Sites:
         self.unwatch()
         known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
         optimizers = self._loop.optimizers
-        others = self._loop.modules.trainable().values() if optimizers.were_built else ()
+        others = self._loop.modules.trainable(self.leaves_out).values() if optimizers.were_built else ()
         for p in {id(p): p for p in chain(*optimizers.sets(), others)}.values():
             if p.requires_grad and p.is_leaf and id(p) not in known and self.elsewhere(p) is None:
                 self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
@@ -235,7 +239,7 @@ class Sites:
         self.arrived.clear()
         owners, modules = self._loop.optimizers.owners(), self._loop.modules
         outside = [p for parameters in self._loop.optimizers.sets() for p in parameters if p.requires_grad and not self._has(site, p)]
-        others = {number: p for number, p in modules.trainable().items() if id(p) not in owners and not self._has(site, p)}
+        others = {number: p for number, p in modules.trainable(self.leaves_out).items() if id(p) not in owners and not self._has(site, p)}
         numbers = [number for number, p in others.items() if id(p) in arrived]
         bits = torch.tensor([id(p) in arrived for p in outside] + [False] * modules.count, dtype=torch.int64)
         bits[len(outside) :][numbers] = 1

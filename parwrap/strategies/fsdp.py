@@ -66,7 +66,7 @@ class FSDP(DDP):
         self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which all ranks have met them
         self._tensors = ShardedTensors(loop.group)
-        self._weights.leaves_out = self._is_part
+        self._weights.leaves_out = self._sites.leaves_out = self._is_part
         self._mesh: DeviceMesh | None = None
         self._in_forward = False
 
