@@ -30,6 +30,7 @@ from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
 
 from parwrap.intercept.patch import Patch, is_patched
 from parwrap.intercept.torch_calls import SERIALIZATION
+from parwrap.ranks.stdin import check_opening
 
 __all__ = ["WRITING", "Change", "FileCalls", "Opening", "patches"]
 
@@ -148,7 +149,9 @@ def patches(files: FileCalls) -> list[Patch | AbstractContextManager]:
 
 def _open_patches(files: FileCalls) -> list[Patch]:
     def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        return files.open(Opening(wrapped, *args, **kwargs))
+        call = Opening(wrapped, *args, **kwargs)
+        check_opening(call.file)
+        return files.open(call)
 
     def opener(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
         found = wrapped(*args, **kwargs)

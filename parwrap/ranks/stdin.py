@@ -9,7 +9,12 @@ from typing import Any, NoReturn, TextIO, cast
 
 from parwrap.errors import UsageError
 
-__all__ = ["refuse_stdin"]
+__all__ = ["check_opening", "refuse_stdin"]
+
+PATHS = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+
+_remedy: str | None = None
+"""What to do instead of reading, on a launched rank; ``None`` in other processes."""
 
 
 def refuse_stdin(remedy: str) -> None:
@@ -19,13 +24,26 @@ def refuse_stdin(remedy: str) -> None:
         remedy: what to do instead of reading, such as ``"pass the answer as an argument"``.
     """
 
+    global _remedy
+    _remedy = remedy
+
     def ask(prompt: object = "") -> NoReturn:
         raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: {remedy}.")
 
     builtins.input = ask
+    if sys.stdin is not None:  # otherwise stdin was closed, and descriptor 0 may be something else
+        unreadable = os.open(os.devnull, os.O_WRONLY)  # as nohup does: ranks that read one stdin would each get a random part
+        os.dup2(unreadable, 0)
+        os.close(unreadable)
     sys.stdin = cast(TextIO, _NoStdin(sys.stdin, remedy))
     if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):  # another debugger may need no terminal
         sys.breakpointhook = _refuse_breakpoint
+
+
+def check_opening(file: Any) -> None:
+    """Raise an error if this is a launched rank and ``file``, which is about to be opened, is stdin."""
+    if _remedy is not None and (file == 0 if isinstance(file, int) else isinstance(file, (str, os.PathLike)) and str(file) in PATHS):
+        raise EOFError(f"open({str(file)!r}) was called on a launched rank, which has no stdin: {_remedy}.")
 
 
 class _NoStdin:

@@ -275,9 +275,12 @@ def test_the_next_start_removes_what_a_killed_launcher_has_left(started, environ
 
 def test_a_question_that_nobody_can_answer(parwrap_run, script):
     path = script("""
-import sys
+import os, pathlib, subprocess, sys
 told = []
-for ask in (lambda: input('name? '), lambda: sys.stdin.read(), lambda: list(sys.stdin), breakpoint):
+def cat():
+    subprocess.run(["cat"], check=True, stderr=subprocess.DEVNULL)
+named = (lambda: open(0), lambda: pathlib.Path('/dev/stdin').read_text())
+for ask in (lambda: input('name? '), lambda: sys.stdin.read(), lambda: list(sys.stdin), breakpoint, *named, lambda: os.read(0, 1), cat):
     try:
         ask()
     except Exception as error:
@@ -290,7 +293,9 @@ raise ValueError(told)
     stopped = "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1."
 
     assert (1, "") == (status, stdout)
-    assert stderr.endswith(f"ValueError: {[asked, read, read, stopped]}\n"), stderr
+    opened = [asked.replace("input('name? ')", f"open('{name}')") for name in ("0", "/dev/stdin")]
+    unread = ["OSError: [Errno 9] Bad file descriptor", "CalledProcessError: Command '['cat']' returned non-zero exit status 1."]
+    assert stderr.endswith(f"ValueError: {[asked, read, read, stopped, *opened, *unread]}\n"), stderr
 
 
 def test_ranks_are_started_again_after_a_failure_and_have_logs(tmp_path, parwrap_run, script):
