@@ -47,6 +47,7 @@ from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states, states_kept
 from parwrap.options import Options
 from parwrap.places import from_script, is_ours, script_place, warn
+from parwrap.rank_zero.commands import refusing_exec
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.output import Output, output_of
 from parwrap.rank_zero.scratch import CheckWait
@@ -401,6 +402,7 @@ class _Scope(Interceptor):
                     report = functools.partial(_report, self._whole.world.rank, output)
                     self._undo.enter_context(watched(self._group, self._same_step.positions, self._interrupts, report))
                     check_wait = self._same_step.positions.check_wait
+                self._undo.enter_context(refusing_exec(self._whole.world.size))
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
                 if hidden:
                     self._reading.append(HiddenGroup())

@@ -1,4 +1,4 @@
-"""Warns about commands that may change files: every rank runs them, and parwrap cannot restrict a child process to rank 0."""
+"""Commands that a script runs: every rank runs them, and parwrap cannot restrict another program to rank 0."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+from parwrap.errors import UsageError
+from parwrap.intercept.patch import Patch, installed
 from parwrap.places import Place, from_script, script_place, warn
 
-__all__ = ["only_reads", "warn_of_command"]
+__all__ = ["only_reads", "refusing_exec", "warn_of_command"]
 
 _READERS = (
     "arch basename cat cut date df dirname du echo expr false file free getconf grep groups head hostname id ifconfig ip ldd ls "
@@ -71,6 +75,22 @@ def only_reads(command: Any) -> bool:
         return all(_reads(shlex.split(part)) for part in re.split(r"\|\|?|&&?|;|\n", text))
     except ValueError:
         return False
+
+
+def refusing_exec(size: int) -> AbstractContextManager[None]:
+    """Inside the block, this rank, one of ``size``, cannot replace itself by another program. Processes that it forks can."""
+    rank = os.getpid()
+
+    def refuse(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if os.getpid() == rank:
+            raise UsageError(
+                f"{script_place()} calls os.{wrapped.__name__}, which replaces this rank by a program that is no rank: {size} separate "
+                "programs would run. If the script starts itself again to set a variable, set the variable before the command: "
+                "`NAME=value python -m parwrap.run ...`."
+            )
+        return wrapped(*args, **kwargs)
+
+    return installed([Patch(os, name, refuse) for name in ("execv", "execve")])  # the other exec* call these
 
 
 def _reads(words: list[str]) -> bool:

@@ -43,7 +43,7 @@ def refuse_stdin(remedy: str) -> None:
 def check_opening(file: Any) -> None:
     """Raise an error if this is a launched rank and ``file``, which is about to be opened, is stdin."""
     if _remedy is not None and (file == 0 if isinstance(file, int) else isinstance(file, (str, os.PathLike)) and str(file) in PATHS):
-        raise EOFError(f"open({str(file)!r}) was called on a launched rank, which has no stdin: {_remedy}.")
+        raise EOFError(f"open({file!r}) was called on a launched rank, which has no stdin: {_remedy}.")
 
 
 class _NoStdin:

@@ -273,14 +273,17 @@ def test_the_next_start_removes_what_a_killed_launcher_has_left(started, environ
     assert 1 == len(left)
 
 
-def test_a_question_that_nobody_can_answer(parwrap_run, script):
+def test_a_question_that_nobody_can_answer_and_a_program_in_the_place_of_a_rank(parwrap_run, script):
     path = script("""
 import os, pathlib, subprocess, sys
 told = []
 def cat():
     subprocess.run(["cat"], check=True, stderr=subprocess.DEVNULL)
-named = (lambda: open(0), lambda: pathlib.Path('/dev/stdin').read_text())
-for ask in (lambda: input('name? '), lambda: sys.stdin.read(), lambda: list(sys.stdin), breakpoint, *named, lambda: os.read(0, 1), cat):
+def replace():
+    assert 0 == os.spawnlp(os.P_WAIT, "true", "true")  # in a process of its own
+    os.execlp("true", "true")
+others = lambda: open(0), lambda: pathlib.Path('/dev/stdin').read_text(), lambda: os.read(0, 1), cat, replace
+for ask in (lambda: input('name? '), lambda: sys.stdin.read(), lambda: list(sys.stdin), breakpoint, *others):
     try:
         ask()
     except Exception as error:
@@ -293,9 +296,13 @@ raise ValueError(told)
     stopped = "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1."
 
     assert (1, "") == (status, stdout)
-    opened = [asked.replace("input('name? ')", f"open('{name}')") for name in ("0", "/dev/stdin")]
+    replaced = (
+        "UsageError: train.py:8 calls os.execv, which replaces this rank by a program that is no rank: 2 separate programs would run. If "
+        "the script starts itself again to set a variable, set the variable before the command: `NAME=value python -m parwrap.run ...`."
+    )
+    opened = [asked.replace("input('name? ')", f"open({name})") for name in ("0", "PosixPath('/dev/stdin')")]
     unread = ["OSError: [Errno 9] Bad file descriptor", "CalledProcessError: Command '['cat']' returned non-zero exit status 1."]
-    assert stderr.endswith(f"ValueError: {[asked, read, read, stopped, *opened, *unread]}\n"), stderr
+    assert stderr.endswith(f"ValueError: {[asked, read, read, stopped, *opened, *unread, replaced]}\n"), stderr
 
 
 def test_ranks_are_started_again_after_a_failure_and_have_logs(tmp_path, parwrap_run, script):
