@@ -204,11 +204,11 @@ class Lines:
             whole, self._begun = [self._begun], b""
         lines = [_last(line) for line in whole]
         if b"\r" in self._begun:
-            self._begun = _last(self._begun)
-            if time.monotonic() > self._shown + PROGRESS and self._begun.strip():
-                lines.append(self._begun)
+            last, returned = _last(self._begun), self._begun.endswith(b"\r")
+            if time.monotonic() > self._shown + PROGRESS and last.strip():
+                lines.append(last)
                 self._shown = time.monotonic()
-            self._begun = b"\r" + self._begun
+            self._begun = b"\r" + last + b"\r" * returned  # the next chunk overwrites it then
         return lines
 
 

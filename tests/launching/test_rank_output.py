@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from parwrap.launching import output as launchers_output
-from parwrap.launching.output import RankOutput
+from parwrap.launching.output import Lines, RankOutput
 
 WITHIN = 20
 """Seconds, far above what it takes."""
@@ -44,6 +44,21 @@ def test_all_ranks_speak_in_whole_lines_with_their_number(parwrap_run, script, s
     assert "50 %" not in stderr
     assert stderr.endswith("\nValueError: unhappy\n")
     assert 1 == stderr.count("ValueError: unhappy")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "line"),
+    [
+        ((b"0%\r", b"50%\r", b"done\n"), b"done"),
+        ((b"\r0%", b"\r50%", b"\rdone", b"\n"), b"done"),
+        ((b"0", b"%\r5", b"0%", b"\r\n"), b"50%"),
+        ((b"\r", b"\r", b"done\r", b"\r\n"), b"done"),
+    ],
+)
+def test_of_a_line_that_overwrites_itself_its_last_state_is_shown(chunks, line):
+    lines = Lines()
+
+    assert [line] == [each for chunk in chunks for each in lines.take(chunk)]
 
 
 def test_each_rank_has_a_file_of_what_it_says(tmp_path, parwrap_run, script):
