@@ -52,16 +52,16 @@ QUERY_TIMEOUT = 600.0
 """Seconds for which SLURM may not answer queries, for example while its controller restarts."""
 
 ONE_NODE = """\
-srun --ntasks=1{cpus} {python} -m parwrap.run \\
+srun --export=ALL --ntasks=1{cpus} {python} -m parwrap.run \\
     {command}
 """
 MANY_NODES = """\
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
-export PARWRAP_SECRET="${{PARWRAP_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"  # srun passes it to all nodes
+export PARWRAP_SECRET="${{PARWRAP_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"  # srun passes it to all nodes, by --export
 # nodes that srun ends because one has failed exit with 143, which is not to hide that one's exit code
-srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c '
-    trap : TERM
+srun --export=ALL --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c '
+    trap : TERM USR1 USR2
     "$3" -m parwrap.run --nnodes {nodes} {rendezvous} "${{@:4}}"
     status=$?
     exit $((status == 143 ? 1 : status))

@@ -41,7 +41,7 @@ def test_one_node():
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-srun --ntasks=1 'my env/bin/python' -m parwrap.run \\
+srun --export=ALL --ntasks=1 'my env/bin/python' -m parwrap.run \\
     --nproc-per-node 8 --seed 1 train.py --lr 0.1
 """
     )
@@ -80,10 +80,10 @@ def test_many_nodes():
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
-export PARWRAP_SECRET="${PARWRAP_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}"  # srun passes it to all nodes
+export PARWRAP_SECRET="${PARWRAP_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}"  # srun passes it to all nodes, by --export
 # nodes that srun ends because one has failed exit with 143, which is not to hide that one's exit code
-srun --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 bash -c '
-    trap : TERM
+srun --export=ALL --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 bash -c '
+    trap : TERM USR1 USR2
     "$3" -m parwrap.run --nnodes 2 --node-rank "$SLURM_NODEID" --master-addr "$1" --master-port "$2" "${@:4}"
     status=$?
     exit $((status == 143 ? 1 : status))

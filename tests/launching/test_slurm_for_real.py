@@ -82,7 +82,13 @@ def messages_in(stderr: str) -> list[str]:
 
 
 FACTS = """
-import json, os, sys, parwrap
+import json, os, signal, subprocess, sys, threading, parwrap
+signalled = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: signalled.set())
+parwrap.barrier()
+if parwrap.rank() == 0:
+    subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)  # as --sbatch signal=USR1@60 does in time
+assert signalled.wait(30)
 if parwrap.rank() == 0:
     facts = {"argv": sys.argv[1:], "cwd": os.getcwd(), "python": sys.executable, "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
     facts["secret"] = len(os.environ.get("PARWRAP_SECRET", ""))
@@ -96,7 +102,8 @@ def test_two_nodes_train_as_one_process_and_a_failure_on_one_is_the_exit_code(st
     (start.directory / "train.py").write_text(TRAINING + FACTS)
     arguments = ["--partition", "two words", "it's", "$HOME"]
 
-    status, stdout, stderr = run(*launcher("--nodes", "2", "--nproc-per-node", "2", "--batch", "global", "train.py", *arguments))
+    options = ("--sbatch", "export=PATH,PYTHONPATH,OMP_NUM_THREADS", "--batch", "global")
+    status, stdout, stderr = run(*launcher("--nodes", "2", "--nproc-per-node", "2", *options, "train.py", *arguments))
     assert 5 == status, stdout + stderr
     assert "4 ranks have trained\n" in stdout
     log = next(start.directory.glob("slurm-*.out"))
