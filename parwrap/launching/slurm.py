@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -97,14 +98,17 @@ def launch(job: Job) -> int:
         UsageError: the options create several jobs.
         LaunchError: SLURM is not installed here, or rejects the job.
     """
+    _check(job)
     text = batch_script(job, sys.executable, os.getcwd())
     if job.dry_run:
-        print(text, end="")
+        sys.stdout.buffer.write(os.fsencode(text))  # an argument of the script may be no text
+        sys.stdout.flush()
         return 0
-    if any(re.match(r"-*a(rray)?\b", option) for option in job.options.sbatch):
+    arrays = [f"--sbatch {option}" for option in job.options.sbatch if _is_option(option, "-a", "--array")]
+    if arrays or os.environ.get("SBATCH_ARRAY_INX"):
         raise UsageError(
-            "--sbatch array creates several jobs, but only one can be followed: print the batch script with --dry-run, and submit it "
-            "with sbatch."
+            f"{(*arrays, 'SBATCH_ARRAY_INX')[0]} creates several jobs, but only one can be followed: remove it, or print the batch script "
+            "with --dry-run, and submit it with sbatch."
         )
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:
@@ -116,7 +120,7 @@ def launch(job: Job) -> int:
     # also as options, because variables such as SBATCH_ACCOUNT override the script
     options = [word for directive in _directives(job, os.getcwd()) for word in shlex.split(directive)]
     try:
-        number, _, cluster = _slurm("sbatch", "--parsable", *options, given=text).strip().partition(";")
+        printed = _slurm("sbatch", "--parsable", *options, given=text).strip()
     except _Refused as refused:
         raise LaunchError(
             "SLURM rejected the job; sbatch printed:\n"
@@ -124,10 +128,24 @@ def launch(job: Job) -> int:
             "If an option is wrong, change it. If no cluster answers, run this on a node from which you can submit jobs and where "
             "`sinfo` lists partitions. To print the batch script instead, add --dry-run."
         ) from None
+    number, _, cluster = printed.partition(";")
+    if not number.isdecimal():
+        raise LaunchError(
+            f"sbatch printed no number of a job, but {printed!r}, so no job can be followed: remove options such as --sbatch test-only. "
+            "`squeue --me` lists your jobs."
+        )
     where = [f"--clusters={cluster}"] if cluster else []
     print_line(f"submitted job {number}; Ctrl-C cancels it")
     try:
         return _follow(number, where, submitted)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter complains at its end
+        status = _status(number, where)
+        if not status.ended:
+            print_line(
+                f"nobody reads this command's output any longer, but {_described(number, status)}. Cancel it with `scancel {number}`"
+            )
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         try:
             _slurm("scancel", *where, number)
@@ -137,6 +155,22 @@ def launch(job: Job) -> int:
             ) from None
         print_line(f"cancelled job {number}")
         return 130
+
+
+def _check(job: Job) -> None:
+    """Raise an error for options that would send the job astray."""
+    for option in job.options.sbatch:
+        if _is_option(option, "-N", "--nodes"):
+            raise UsageError(f"--sbatch {option}: parwrap.run sets the number of nodes, and starts ranks on each: use --nodes N instead.")
+    log = job.options.output or ""
+    folder = os.path.dirname(log) or "."
+    if os.path.isdir(log):
+        raise UsageError(f"--output {log} is a folder: add the name of a file, as in {os.path.join(log, '%j.out')}.")
+    if "%" not in folder and not os.path.isdir(folder):
+        raise UsageError(
+            f"--output {log} needs the folder {folder}, which SLURM does not create: create it with `mkdir -p {shlex.quote(folder)}`. If "
+            "only the nodes have it, use --sbatch output=PATH."
+        )
 
 
 def batch_script(job: Job, python: str, directory: str) -> str:
@@ -152,7 +186,7 @@ def batch_script(job: Job, python: str, directory: str) -> str:
     lines = form.format(
         cpus=f" --cpus-per-task={shlex.quote(cpus)}" if cpus else "",  # srun does not inherit it
         python=shlex.quote(python),
-        command=shlex.join(job.command),
+        command=shlex.join(job.command).replace("\r", "'$'\\r''"),  # sbatch refuses a script with \r\n
         nodes=job.nodes,
         rendezvous=ELASTIC if job.max_restarts else STATIC,
     )
@@ -171,13 +205,35 @@ def _directives(job: Job, directory: str) -> list[str]:
         f"--chdir={shlex.quote(directory)}",
         "--requeue",
         "--open-mode=append",
-        *(option if option.startswith("-") else f"--{_value_quoted(option)}" for option in job.options.sbatch),
+        *(shlex.join(_words(option)) for option in job.options.sbatch),
     ]
 
 
-def _value_quoted(option: str) -> str:
-    name, equals, value = option.partition("=")
-    return name + equals + (shlex.quote(value) if value else "")
+def _words(option: str) -> list[str]:
+    """The words of an option in the form of ``--sbatch``. What follows ``NAME=`` is one value; all else is split as a shell does.
+
+    >>> _words("comment=it's here"), _words("--exclusive"), _words("-C 'a b'")
+    (["--comment=it's here"], ['--exclusive'], ['-C', 'a b'])
+    """
+    option = option if option.startswith("-") else f"--{option}"
+    if re.match(r"--[\w-]+=", option):
+        return [option]
+    try:
+        return shlex.split(option)
+    except ValueError:
+        raise UsageError(
+            f"--sbatch {option} has a quote without an end: write --sbatch NAME=VALUE, where a value needs no quotes."
+        ) from None
+
+
+def _is_option(option: str, short: str, long: str) -> bool:
+    """Whether one of the words of ``option``, in the form of ``--sbatch``, is this option of sbatch, which may be abbreviated.
+
+    >>> [_is_option(each, "-a", "--array") for each in ("array=0-3", "-a1-3", "--arr 1", "-A me", "account=me", "-C -x")]
+    [True, True, True, False, False, False]
+    """
+    names = [word.partition("=")[0] for word in _words(option)]
+    return any(name.startswith(short) or (long.startswith(name) and len(name) > 3) for name in names)
 
 
 @dataclass(frozen=True)
@@ -213,27 +269,29 @@ def read_status(text: str) -> Status:
         found = re.search(rf"^   (?:.* )?{name}=({form})", text, re.MULTILINE)  # the first line has the job's name, which the user chooses
         return found[1] if found else ""
 
-    code, _, signal = value("ExitCode").partition(":")
+    code, _, killed_by = value("ExitCode").partition(":")
+    of_batch = {"N": value("BatchHost").partition(".")[0] or "%N", "n": "0", "s": "batch", "t": "0"}  # scontrol shows these as they are
     state = value("JobState")
     return Status(
         state=state,
         reason=value("Reason"),
         restarts=int(value("Restarts") or 0),
-        code=int(code or 0) or (128 + int(signal) if int(signal or 0) else int(state != "COMPLETED")),
-        log=value("StdOut", ".*"),
+        code=int(code or 0) or (128 + int(killed_by) if int(killed_by or 0) else int(state != "COMPLETED")),
+        log=re.sub("%([Nnst])", lambda found: of_batch[found[1]], value("StdOut", ".*")),
         ran=value("NodeList") not in ("", "(null)"),
     )
 
 
 def _follow(number: str, where: list[str], since: float) -> int:
     """Print the log of job ``number``, and its state on stderr, until it ends. Returns its exit code."""
-    read = shown = None
-    shown_at = 0.0
+    log = shown = None
+    read, shown_at = 0, 0.0
     while True:
         status = _status(number, where)
-        if read is None:  # SLURM appends to an existing log
-            older = os.path.exists(status.log) and os.path.getmtime(status.log) < since
-            read = os.path.getsize(status.log) if older else 0
+        if log != status.log:  # for the first time, or a log with %N in its name once the node is known
+            log = status.log
+            older = os.path.exists(log) and os.path.getmtime(log) < since  # SLURM appends to it
+            read = os.path.getsize(log) if older else 0
         text = _described(number, status)
         if text != shown:
             shown, shown_at = text, time.monotonic()
@@ -300,8 +358,10 @@ def _slurm(*command: str, given: str | None = None) -> str:
         _Refused: it failed.
         LaunchError: it is not installed here.
     """
+    # a job that is submitted from inside of another would get its memory in two ways, which srun refuses
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_MEM_")}
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, errors="surrogateescape", env=environ, check=True)
     except FileNotFoundError:
         raise LaunchError(
             f"cannot find {command[0]}: run --launcher slurm on a node from which you can submit jobs. To print the batch script "

@@ -1,7 +1,9 @@
 """The batch script, and the state of a job from what SLURM prints, as text; nothing is started."""
 
 import itertools
+import os
 import subprocess
+import sys
 
 import pytest
 
@@ -23,7 +25,7 @@ def script(tmp_path, monkeypatch):
 def text(*argv: str) -> str:
     job = requested_job(["--launcher", "slurm", *argv], {}, cores=8)
     written = batch_script(job, PYTHON, "my work")
-    subprocess.run(["bash", "-n"], input=written, text=True, check=True)
+    subprocess.run(["bash", "-n"], input=os.fsencode(written), check=True)
     return written
 
 
@@ -60,6 +62,7 @@ def test_many_nodes():
         "comment=it is",
         "--sbatch",
         "exclusive",
+        "--sbatch=--admin-comment=it's",
     ]
 
     assert (
@@ -75,8 +78,9 @@ def test_many_nodes():
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH -C a100
-#SBATCH --comment='it is'
+#SBATCH '--comment=it is'
 #SBATCH --exclusive
+#SBATCH '--admin-comment=it'"'"'s'
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
@@ -91,6 +95,16 @@ srun --export=ALL --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 ba
     --nproc-per-node 4 train.py 'it'"'"'s' '$HOME' 'a  b'
 """
     )
+
+
+def test_any_argument_reaches_the_script(programs):
+    programs(srun="""printf '%s\\n' "$@" """)
+    given = ["two\r\nlines", "caf\udce9", "$HOME 'a' \\r", ""]
+    written = os.fsencode(text("train.py", *given))
+
+    assert b"\r" not in written
+    printed = subprocess.run(["bash"], input=written, capture_output=True, check=True).stdout
+    assert printed.endswith("\n".join(["train.py", *given, ""]).encode(errors="surrogateescape"))
 
 
 def test_nodes_that_start_again_together_meet_by_c10d():
@@ -111,6 +125,7 @@ JobId=7 JobName=JobState=odd ExitCode=9:9
    RunTime=00:00:01 TimeLimit=UNLIMITED TimeMin=N/A
    ReqNodeList=(null) ExcNodeList=(null)
    NodeList=n1
+   BatchHost=n1.cluster
    WorkDir=my work
    StdErr=my work/slurm-7.out
    StdIn=/dev/null
@@ -139,6 +154,15 @@ def test_how_a_job_stands(state, code, ended, exit_code):
     assert ("my work/slurm-7.out", True) == (status.log, status.ran)
 
 
+def test_where_the_log_is_if_its_name_has_the_nodes():
+    shown = SHOWN.format(state="RUNNING", reason="None", restarts=0, code="0:0").replace(
+        "StdOut=my work/slurm-7", "StdOut=%N/%n-%s-%t-100%"
+    )
+
+    assert "n1/0-batch-0-100%.out" == read_status(shown).log
+    assert "%N/0-batch-0-100%.out" == read_status(shown.replace("   BatchHost=n1.cluster\n", "")).log
+
+
 def test_a_job_that_never_had_nodes_has_not_run():
     assert not read_status(SHOWN.format(state="CANCELLED", reason="None", restarts=0, code="0:0").replace("NodeList=n1", "NodeList=")).ran
 
@@ -155,16 +179,75 @@ def test_a_dry_run_prints_the_batch_script_where_there_is_no_slurm(capsys, monke
     )
 
 
-@pytest.mark.parametrize("option", ["array=0-3", "-a 0-3", "--array=0-3"])
+@pytest.mark.parametrize("option", ["array=0-3", "-a 0-3", "-a0-3", "--array=0-3", "arr=0-3"])
 def test_a_job_array_is_not_followed(option, programs, capsys):
     programs(sbatch="exit 9")
 
     assert 2 == main(["--launcher", "slurm", f"--sbatch={option}", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: --sbatch array creates several jobs, but only one can be followed: print the batch script with --dry-run, and "
-        "submit it with sbatch.\n"
+        f"parwrap.run: --sbatch {option} creates several jobs, but only one can be followed: remove it, or print the batch script with "
+        "--dry-run, and submit it with sbatch.\n"
     )
     assert 0 == main(["--launcher", "slurm", f"--sbatch={option}", "--dry-run", "train.py"])
+
+
+NO_FOLDER = (
+    "--output logs/%j.out needs the folder logs, which SLURM does not create: create it with `mkdir -p logs`. If only the nodes have it, "
+    "use --sbatch output=PATH."
+)
+NODES = "--sbatch {}: parwrap.run sets the number of nodes, and starts ranks on each: use --nodes N instead."
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--output", "logs/%j.out"], NO_FOLDER),
+        (["--output", "."], "--output . is a folder: add the name of a file, as in ./%j.out."),
+        (["--sbatch", "nodes=2"], NODES.format("nodes=2")),
+        (["--sbatch=-N2"], NODES.format("-N2")),
+        (
+            ["--sbatch=-C it's"],
+            "--sbatch -C it's has a quote without an end: write --sbatch NAME=VALUE, where a value needs no quotes.",
+        ),
+        (
+            ["--sbatch", "test-only"],
+            "sbatch printed no number of a job, but '', so no job can be followed: remove options such as --sbatch test-only. "
+            "`squeue --me` lists your jobs.",
+        ),
+    ],
+)
+def test_what_would_submit_another_job_or_none(options, refused, programs, capsys):
+    programs(sbatch="echo 'sbatch: Job 7 to start' >&2", scontrol="exit 9")
+
+    assert 2 == main(["--launcher", "slurm", *options, "train.py"])
+    assert f"parwrap.run: {refused}\n" == capsys.readouterr().err
+
+
+def test_a_job_is_no_array_and_has_not_the_memory_of_the_job_that_submits_it(programs, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
+    programs(sbatch="env | grep SLURM_MEM_; exit 0")
+    assert 2 == main(["--launcher", "slurm", "train.py"])
+    assert "no number of a job, but ''" in capsys.readouterr().err
+
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
+    assert 2 == main(["--launcher", "slurm", "train.py"])
+    assert capsys.readouterr().err.startswith("parwrap.run: SBATCH_ARRAY_INX creates several jobs")
+
+
+def test_a_job_runs_on_when_nobody_reads_its_output(programs, capsys, monkeypatch, tmp_path):
+    """As with ``| head``."""
+    monkeypatch.setattr("parwrap.launching.slurm.LOOK", 0)
+    monkeypatch.setattr("parwrap.launching.slurm.os.path.getmtime", lambda path: float("inf"))
+    shown = SHOWN.format(state="RUNNING", reason="None", restarts=0, code="0:0").replace("my work/", "")
+    programs(sbatch=f"echo 7; echo said > {tmp_path}/slurm-7.out", scontrol=f"cat <<'END'\n{shown}END")
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert "parwrap.run: job 7 is running; its log is slurm-7.out\n" + (
+            "parwrap.run: nobody reads this command's output any longer, but job 7 is running; its log is slurm-7.out. Cancel it with "
+            "`scancel 7`\n"
+        ) == followed(capsys, 141)
 
 
 def test_a_loopback_of_this_machine_does_not_go_along_with_a_job_on_several(capsys, monkeypatch, tmp_path):
