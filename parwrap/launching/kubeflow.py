@@ -31,6 +31,9 @@ LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
 These are more values than in YAML 1.1, for example ``1e-3``, ``08`` and ``y``.
 """
 
+BREAKS = re.compile("[\x85\u2028\u2029]")
+"""Line breaks of YAML that are spaces for others: only double quotes keep them."""
+
 
 def add_options(group: argparse._ActionsContainer) -> None:
     """Add this launcher's options to argparse."""
@@ -69,7 +72,8 @@ def launch(job: Job) -> int:
             return True
 
     def quoted(dumper: Any, text: str) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if LIKE_A_NUMBER.match(text) else None)
+        style = '"' if BREAKS.search(text) else "'" if LIKE_A_NUMBER.match(text) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, quoted)
     documents = [manifest(job)]

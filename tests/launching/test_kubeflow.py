@@ -236,6 +236,14 @@ def test_arguments_that_kubernetes_would_take_for_numbers_are_quoted(capsys):
     assert [f"'{number}'" for number in numbers] + ["-m", "./1e3", "e3"] == words
 
 
+def test_arguments_keep_every_line_break(capsys):
+    given = ["a\x85b", "a\u2028b", "\u2029", "a\nb", "a\r\nb"]
+    assert 0 == main(["--launcher", "kubeflow", "--image", "i", "--print", "train.py", *given])
+    (container,) = yaml.safe_load(capsys.readouterr().out)["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+
+    assert given == container["args"][-5:]
+
+
 @pytest.mark.parametrize(
     ("script", "name"),
     [
