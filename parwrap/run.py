@@ -161,7 +161,7 @@ def _is_rank(environ: Mapping[str, str]) -> bool:
 
 def _modules_needed(argv: Sequence[str]) -> list[str]:
     """Modules that ranks will import in any case, to import them once; the first optimizer's take a second."""
-    scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
+    scripts = (argument for argument in argv if argument.endswith(".py") and os.path.isfile(argument) and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
     return ["numpy.random", "parwrap.decorators.distributed", "parwrap.strategies.ddp", *([DYNAMO] if optimizes else [])]

@@ -15,7 +15,7 @@ from launched import WITHIN, left_in
 from parwrap.errors import LaunchError
 from parwrap.launching.agent import launch
 from parwrap.launching.plan import plan_launch
-from parwrap.run import main
+from parwrap.run import _modules_needed, main
 
 SEES = """
 import json, sys, near, psutil, torch, parwrap
@@ -224,3 +224,10 @@ raise RuntimeError("of the rank")
     assert "ValueError: of the child" in stderr
     assert "RuntimeError: of the rank" in stderr
     assert "ValueError" not in stderr[stderr.index(" of 2 failed:") :]
+
+
+def test_an_application_in_a_folder_may_be_named_like_a_script(tmp_path):
+    (tmp_path / "train.py").mkdir()
+    (tmp_path / "train.py" / "__main__.py").touch()
+
+    assert _modules_needed([]) == _modules_needed([str(tmp_path / "train.py")])
