@@ -45,7 +45,7 @@ from parwrap.launching.failures import Failure, read_failures, report, unexplain
 from parwrap.launching.nodes import Nodes
 from parwrap.launching.output import RankOutput
 from parwrap.launching.plan import ONE_NODE, LaunchPlan
-from parwrap.launching.routes import await_rendezvous, endpoint
+from parwrap.launching.routes import await_rendezvous, check_interfaces, endpoint
 from parwrap.launching.script import run_rank
 from parwrap.launching.signals import forward_messages, forward_once, noting_messages
 from parwrap.launching.waiting import reporting_wait
@@ -75,6 +75,8 @@ def launch(plan: LaunchPlan) -> int:
     if "LOGLEVEL" not in os.environ:
         _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
     warn_of_newer_torch(OF_LAUNCHER)
+    if plan.script.scope is not None:
+        check_interfaces(os.environ)
     plan = await_rendezvous(plan, os.environ)
     os.environ.update(plan.variables)  # for spawned ranks; a fork server passes them on
     with job_folder() as folder:

@@ -186,8 +186,8 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         script=script,
         ranks=ranks,
         nodes=nodes,
-        threads=None if "OMP_NUM_THREADS" in environ else threads,
-        variables={name: value for name, value in _variables(arguments, threads, share).items() if name not in environ},
+        threads=None if environ.get("OMP_NUM_THREADS") else threads,
+        variables={name: value for name, value in _variables(arguments, threads, share).items() if not environ.get(name)},
         torchrun=arguments,
         everyone=arguments.all_ranks,
         log_dir=None if _torchrun_logs(arguments) else arguments.log_dir,
@@ -542,12 +542,20 @@ def _fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: in
     if arguments.standalone and arguments.nnodes is None:
         arguments.nnodes = "1:1"
     from_launcher = {} if node is None else {"nnodes": node.nodes, "nproc_per_node": node.per_node}
+    by_variables = node is not None and arguments.nnodes is None and not environ.get("PET_NNODES")
     for name in ("nnodes", "nproc_per_node"):
         _fill(arguments, name, environ, from_launcher)
     if node and arguments.nnodes not in ONE:
         from_launcher = {"node_rank": node.rank, "master_addr": node.address, "master_port": node.port}
     for name in ("node_rank", "master_addr", "master_port"):
         _fill(arguments, name, environ, from_launcher)
+    by_address = arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint
+    if node and by_variables and arguments.nnodes not in ONE and by_address and not arguments.master_addr:
+        raise LaunchError(
+            f"{node.variables} in the environment make this one of {node.nodes} nodes, but do not say where the first node can be reached. "
+            "If another tool has left these variables, unset them. Otherwise set MASTER_ADDR to the address of the first node, on all "
+            "nodes."
+        )
     return outer
 
 

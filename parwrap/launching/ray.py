@@ -163,7 +163,12 @@ def _check(job: Job) -> None:
     for name in OF_THE_AGENT:
         if getattr(job.plan.torchrun, name) != (START_METHOD if name == "start_method" else defaults.get_default(name)):
             raise UsageError(f"--{name.replace('_', '-')} has no effect in Ray workers: remove it.")
-    if job.gpus_per_node and not _cluster(job) and (gpus := torch.cuda.device_count()) < job.nodes:
+    if (cluster := _cluster(job) or "").startswith(("http://", "https://")):
+        raise UsageError(
+            f"{cluster} is the address of Ray's dashboard, which runs no script in this way: pass the cluster's own, as in --address "
+            "HOST:6379 or ray://HOST:10001, or run this command with `ray job submit`. By default the address is RAY_ADDRESS."
+        )
+    if job.gpus_per_node and not cluster and (gpus := torch.cuda.device_count()) < job.nodes:
         raise LaunchError(
             f"--use-gpu needs {job.nodes} GPUs, but torch can use {gpus} on this machine: start fewer workers, or name a Ray cluster that "
             "has them: --address HOST:PORT."

@@ -48,7 +48,7 @@ class Reexec:
 
     def with_what_ranks_need(self) -> None:
         """Restart, unless this interpreter has what forked ranks need."""
-        missing = {name: value for name, value in FOR_RANKS.items() if name not in self.environ}
+        missing = {name: value for name, value in FOR_RANKS.items() if not self.environ.get(name)}
         if self.first and missing:
             self._start_again(missing)
 

@@ -31,6 +31,7 @@ from parwrap.ranks.platform import WINDOWS
 __all__ = [
     "Way",
     "await_rendezvous",
+    "check_interfaces",
     "endpoint",
     "interface_of",
     "interface_variables",
@@ -154,6 +155,17 @@ def listener(host: str) -> socket.socket:
 
 def _variables_of(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
     return {name: way.interface for name in LOOPBACK if way.interface and name not in environ}
+
+
+def check_interfaces(environ: Mapping[str, str]) -> None:
+    """Raise :class:`LaunchError` if the user's variable for gloo names an interface that is not here: every rank would fail in gloo."""
+    here = interfaces()
+    missing = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name and name not in here]
+    if missing and here and not WINDOWS:  # whose interfaces have several names
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, which this machine does not have. It has {', '.join(here)}: correct the "
+            "variable, or unset it."
+        )
 
 
 def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:

@@ -128,9 +128,12 @@ def test_ranks_share_out_the_cores():
     assert crowded.threads == 1
 
 
-def test_variables_that_the_user_has_set_stay():
+def test_variables_that_the_user_has_set_stay_unless_they_are_empty():
     chosen = plan("--nproc-per-node", "2", "train.py", OMP_NUM_THREADS="7", PYTHONHASHSEED="1", GLOO_SOCKET_IFNAME="eth0")
 
+    empty = plan("--nproc-per-node", "2", "train.py", OMP_NUM_THREADS="", PYTHONHASHSEED="", GLOO_SOCKET_IFNAME="")
+
+    assert (4, plan("--nproc-per-node", "2", "train.py").variables) == (empty.threads, empty.variables)
     assert chosen.threads is None
     assert not chosen.variables.keys() & {"OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"}
 

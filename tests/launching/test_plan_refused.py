@@ -150,6 +150,18 @@ def test_what_is_not_there_is_named(argv, gpus, text):
     assert str(refusal.value) == text
 
 
+def test_variables_that_another_tool_has_left_are_named():
+    with pytest.raises(LaunchError) as refusal:
+        plan("train.py", RANK="0", WORLD_SIZE="4")
+
+    assert str(refusal.value) == (
+        "RANK=0 and WORLD_SIZE=4 in the environment make this one of 4 nodes, but do not say where the first node can be reached. If "
+        "another tool has left these variables, unset them. Otherwise set MASTER_ADDR to the address of the first node, on all nodes."
+    )
+    with pytest.raises(UsageError, match="--nnodes 2 needs a rendezvous"):
+        plan("--nnodes", "2", "train.py", RANK="0", WORLD_SIZE="4")
+
+
 def test_options_of_the_scope_are_checked_by_the_scope():
     with pytest.raises(UsageError, match="batch='globe' is not a valid value"):
         plan("--batch", "globe", "train.py")

@@ -93,6 +93,16 @@ def test_without_ray(monkeypatch, capsys):
     assert printed.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
 
 
+def test_the_address_of_the_dashboard_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+
+    assert 2 == launched()
+    assert capsys.readouterr().err == (
+        "parwrap.run: http://127.0.0.1:8265 is the address of Ray's dashboard, which runs no script in this way: pass the cluster's own, "
+        "as in --address HOST:6379 or ray://HOST:10001, or run this command with `ray job submit`. By default the address is RAY_ADDRESS.\n"
+    )
+
+
 def test_an_address_of_ipv6_is_knocked_at():
     try:
         listener = socket.create_server(("::1", 0), family=socket.AF_INET6)

@@ -12,7 +12,16 @@ import pytest
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.plan import LaunchPlan, plan_launch
-from parwrap.launching.routes import await_rendezvous, endpoint, interface_of, interface_variables, unreachable, way_to, with_way
+from parwrap.launching.routes import (
+    await_rendezvous,
+    check_interfaces,
+    endpoint,
+    interface_of,
+    interface_variables,
+    unreachable,
+    way_to,
+    with_way,
+)
 from parwrap.ranks.launchers import LOOPBACK
 
 
@@ -179,4 +188,16 @@ def test_no_answer_at_all():
     assert told == (
         "cannot reach the first node at 10.0.0.1 port 29400, after trying for 900 s: no answer (No route to host). Check that "
         "--rdzv-endpoint is an address that `ping 10.0.0.1` reaches from here, and that no firewall blocks TCP port 29400."
+    )
+
+
+def test_an_interface_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setattr("parwrap.launching.routes.interfaces", lambda: {"lo": [], "eth0": []})
+    for fine in ({}, {"GLOO_SOCKET_IFNAME": ""}, {"GLOO_SOCKET_IFNAME": "eth0,lo"}):
+        check_interfaces(fine)
+    with pytest.raises(LaunchError) as refusal:
+        check_interfaces({"GLOO_SOCKET_IFNAME": "lo,eth7"})
+
+    assert str(refusal.value) == (
+        "GLOO_SOCKET_IFNAME names eth7, which this machine does not have. It has lo, eth0: correct the variable, or unset it."
     )
