@@ -44,7 +44,7 @@ from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
-from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states, states_kept
+from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
 from parwrap.options import Options
 from parwrap.places import from_script, is_ours, script_place, warn
 from parwrap.rank_zero.commands import refusing_exec
@@ -584,7 +584,8 @@ def explained() -> Iterator[None]:
 
 def draws_put_back() -> AbstractContextManager[None]:
     """Restore the random streams after the block. Only this rank runs the block, so the streams of the other ranks do not move."""
-    return nullcontext() if open_passes() is None else states_kept()
+    passes = open_passes()
+    return nullcontext() if passes is None else passes.streams.put_back()
 
 
 def _report(rank: int, output: Output, text: str) -> None:

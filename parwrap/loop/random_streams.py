@@ -171,6 +171,21 @@ class RandomStreams(Interceptor):
         finally:
             self.use(before)
 
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Restore both sets after the block, which only this rank runs: what it draws and seeds there moves no stream of all ranks."""
+        own, kept, seeds = self._own, dict(self._kept), (self._shared_seed, self._before_seed, self._fresh)
+        states, numpys = get_states(), kept["numpy"].state if kept else None
+        try:
+            yield
+        finally:
+            after = self.use(own)
+            set_states(states)
+            self._kept, (self._shared_seed, self._before_seed, self._fresh) = kept, seeds
+            if kept:
+                kept["numpy"].state = numpys
+            self.use(after)
+
     def _begin_own(self) -> None:
         self._shared_seed = torch.initial_seed()
         own = _own_seed(self._shared_seed, self._rank)

@@ -2,6 +2,7 @@ import inspect
 import io
 import os
 import pickle
+import random
 import sys
 import time
 from contextlib import redirect_stderr
@@ -305,6 +306,27 @@ def test_what_rank_zero_draws_alone_moves_no_stream_of_all_ranks():
         return torch.rand(1).item(), np.random.rand()
 
     assert 1 == len(set(parwrap.gather(run())))
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_seeds_alone_in_a_training_pass_moves_no_stream_of_all_ranks():
+    @parwrap.rank_zero_only
+    def draw_picture():
+        np.random.seed(0), torch.manual_seed(0), random.seed(0)
+        return np.random.default_rng().random()
+
+    @parwrap.distributed(seed=1)
+    def run(alone):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(range(8), batch_size=2):
+            model(batch.float().view(-1, 1)).mean().backward()
+            optimizer.step()
+            if alone:
+                draw_picture()
+        return torch.rand(1).item(), np.random.rand(), random.random(), np.random.default_rng().random()
+
+    assert 1 == len({run(alone=False), *parwrap.gather(run(alone=True))})
 
 
 @pytest.mark.ranks(2)

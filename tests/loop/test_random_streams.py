@@ -148,6 +148,32 @@ def test_a_seed_of_the_script_holds_for_both_sets(inside):
     assert not set(drawn[0][0]) & set(drawn[0][1])
 
 
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("inside", [NONE, TRAINING, ALL])
+def test_what_a_rank_seeds_and_draws_alone_moves_neither_set(inside, begun):
+    def drawn(seeds_alone):
+        seed_all(1)
+        streams = RandomStreams(rank=1)
+        with streams.used(ALL if begun else NONE):
+            draw()
+        with streams.used(inside):
+            if seeds_alone:
+                with streams.put_back():
+                    torch.manual_seed(7), streams.seeded("torch")
+                    np.random.seed(7), streams.seeded("numpy")
+                    random.seed(7), streams.seeded("python")
+                    with streams.used(ALL):
+                        draw(), streams.fresh_seed()
+            own = draw(), streams.fresh_seed()
+        shared = draw(), streams.fresh_seed(), streams.seed()
+        with streams.used(ALL):
+            again = draw()
+        streams.close()
+        return own, shared, again
+
+    assert drawn(seeds_alone=False) == drawn(seeds_alone=True)
+
+
 def test_large_seeds():
     seed_all(2**63 + 5)
     streams = RandomStreams(rank=1)
