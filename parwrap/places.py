@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "call_site", "from_script", "is_installed", "is_ours", "is_standard", "script_place", "warn"]
+__all__ = ["Place", "begin_here", "call_site", "from_script", "is_installed", "is_ours", "is_standard", "script_place", "warn"]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+
+_began_in = os.getcwd()
+"""The working directory before the script may have changed it, as Hydra does."""
 
 DEPTH = 6
 """The number of frames that identify a site: enough to see through a script's own helper functions."""
@@ -133,6 +136,13 @@ def is_standard(file: str) -> bool:
     return file.startswith(_STANDARD) and not is_installed(file)
 
 
+def begin_here() -> None:
+    """Note that a command begins in this working directory, to which the path of its script may be relative."""
+    global _began_in
+    _began_in = os.getcwd()
+    _kind.cache_clear()
+
+
 SCRIPT, LIBRARY, OURS, PASSING = range(4)
 
 
@@ -153,9 +163,11 @@ def _kind(file: str) -> int:
 
 
 def _is_in_script_directory(file: str) -> bool:
-    """Whether ``file`` is below the working directory or the script's directory. Other files may be libraries that ``PYTHONPATH`` names."""
-    folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))
-    return any(os.path.abspath(file).startswith(os.path.join(folder, "")) for folder in folders)
+    """Whether ``file`` is below the script's directory, or below the one where it began. Other files may be libraries that ``PYTHONPATH``
+    names."""
+    began_in = os.path.join(_began_in, "")
+    script, path = (os.path.normpath(os.path.join(began_in, each)) for each in (sys.argv[0], file))
+    return path.startswith((began_in, os.path.join(os.path.dirname(script), "")))
 
 
 def _in_main_package(frame: FrameType) -> bool:

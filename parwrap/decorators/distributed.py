@@ -46,7 +46,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
 from parwrap.options import Options
-from parwrap.places import from_script, is_ours, script_place, warn
+from parwrap.places import begin_here, from_script, is_ours, script_place, warn
 from parwrap.rank_zero.commands import refusing_exec
 from parwrap.rank_zero.files import intercepting_files
 from parwrap.rank_zero.output import Output, output_of
@@ -239,6 +239,7 @@ def script_scope(*, log: str | None = None, heard: bool = False, quiet: bool = T
         quiet: whether no summary is printed at the end.
         options: see :class:`distributed`.
     """
+    begin_here()
     with _opened(Options(**options), Call(), _Script(tuple(launch_variables()), log, heard, quiet)):
         yield
 

@@ -135,6 +135,17 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
     assert (status, sorted(stdout.split())) == (0, ["0", "1"])
 
 
+@pytest.mark.parametrize("folder", ["", "code"])
+def test_a_script_that_changes_its_directory_keeps_the_modules_beside_it(tmp_path, parwrap_run, folder):
+    """A module of the script sees no process group; Hydra changes the directory before it calls the script's function."""
+    for each in ("code", "outputs"):
+        (tmp_path / each).mkdir()
+    (tmp_path / folder / "helper.py").write_text("import torch.distributed as dist\ndef sees(): return dist.is_initialized()")
+    (tmp_path / folder / "train.py").write_text("import os\nos.chdir('outputs')\nimport helper\nprint(helper.sees())")
+
+    assert (0, "False\n", "") == parwrap_run("--nproc-per-node", "2", os.path.join(folder, "train.py"))
+
+
 @pytest.mark.needs_torch(2, 10, why="torchrun has no such option")
 def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run, environ):
     environ.pop("CUDA_VISIBLE_DEVICES")  # torch would choose one of the GPUs in it for each rank
