@@ -523,9 +523,10 @@ class _Scope(Interceptor):
             with self.passes.streams.used(random_streams.NONE) if self.passes else nullcontext():
                 seed_all(given["seed"])
         adjusts = self._group is not None and before.lr == "keep" != after.lr
+        drawing = self.passes.drawing(given["draws"]) if self.passes and "draws" in given else nullcontext()
         self._options = after
         try:
-            with learning_rates_times(self._lr_factor) if adjusts else nullcontext():
+            with drawing, learning_rates_times(self._lr_factor) if adjusts else nullcontext():
                 yield
         finally:
             self._options = before

@@ -145,7 +145,6 @@ class Passes:
 
     Attributes:
         streams: the random streams of this rank.
-        draws_own: whether each rank draws its own random numbers from the first backward on.
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
         begun: the number of passes over loaders that the thread of the loop has begun.
@@ -154,7 +153,8 @@ class Passes:
     """
 
     def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
-        self.streams, self.draws_own = streams, draws == "per_rank"
+        self.streams = streams
+        self._own_after = 0 if draws == "per_rank" else None  # with this many backwards, ranks still draw the same
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws, self._unsent = 0, False
@@ -234,11 +234,27 @@ class Passes:
         """Let the loop draw: on this rank's own streams of torch and numpy while a training pass is open, else on the shared ones."""
         if self._same_draws:
             own = random_streams.NONE
-        elif self.draws_own and self.backwards:
+        elif self._own_after is not None and self.backwards > self._own_after:
             own = random_streams.ALL
         else:
             own = random_streams.TRAINING if self.training else random_streams.NONE
         self.streams.use(own)
+
+    @property
+    def draws_own(self) -> bool:
+        """Whether each rank draws its own random numbers from the first backward on."""
+        return self._own_after is not None
+
+    @contextmanager
+    def drawing(self, draws: str) -> Iterator[None]:
+        """Let the ranks draw as ``draws`` says inside the block; with ``"per_rank"``, from the first backward in it on."""
+        before, self._own_after = self._own_after, self.backwards if draws == "per_rank" else None
+        self.draw()
+        try:
+            yield
+        finally:
+            self._own_after = before
+            self.draw()
 
     def same_draws(self, entered: bool) -> None:
         """Record that the script enters or leaves ``with parwrap.same_draws()``, in which all ranks draw the same numbers."""

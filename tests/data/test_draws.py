@@ -199,6 +199,31 @@ def test_draws_per_rank_are_each_ranks_from_the_first_backward_on():
 
 
 @pytest.mark.ranks(2)
+def test_draws_per_rank_of_an_inner_function_begin_with_its_own_first_backward_and_end_with_it():
+    @parwrap.distributed(draws="per_rank")
+    def inner():
+        before, training = draws(), Training()
+        training.step()
+        return before, draws()
+
+    with parwrap.distributed():
+        for _ in range(2):
+            before, inside = inner()
+
+            assert [True] * 3 == same(before)
+            assert [False] * 3 == same(inside)
+            assert [True] * 3 == same(draws())
+    with parwrap.distributed(draws="per_rank"):
+        Training().step()
+        with parwrap.distributed(draws="by_pass"):
+            Training().step()
+            inside = draws()
+
+        assert [True] * 3 == same(inside)
+        assert [False] * 3 == same(draws())
+
+
+@pytest.mark.ranks(2)
 def test_a_loop_without_a_loader_does_the_same_work_on_every_rank_which_is_said_once(capsys):
     with parwrap.distributed():
         training = Training()
