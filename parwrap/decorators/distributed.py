@@ -519,7 +519,7 @@ class _Scope(Interceptor):
                         f"{name}={given[name]!r} is not possible inside of another @distributed, which runs with {now[name]!r}. Pass it to "
                         "the outermost @distributed or to parwrap.run."
                     )
-        if given.get("seed") not in (None, before.seed):
+        if given.get("seed") is not None:
             with self.passes.streams.used(random_streams.NONE) if self.passes else nullcontext():
                 seed_all(given["seed"])
         adjusts = self._group is not None and before.lr == "keep" != after.lr

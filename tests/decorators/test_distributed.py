@@ -83,6 +83,21 @@ def test_a_seed_inside_stands_for_its_function():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer", [1, None])
+def test_a_function_with_a_seed_begins_with_it_in_every_call(outer):
+    @parwrap.distributed(seed=1)
+    def inner():
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    with parwrap.distributed(seed=outer):
+        drawn = [inner() for _ in range(3)]
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = torch.rand(1).item(), np.random.rand(), random.random()
+
+    assert [expected] * 3 == drawn
+
+
+@pytest.mark.ranks(2)
 def test_a_function_inside_joins_the_open_scope_with_its_own_options():
     loader = DataLoader(range(8), batch_size=4, shuffle=True)
 
