@@ -122,8 +122,8 @@ class Options:
         if self.bucket_cap_mb is not None and not (is_number(self.bucket_cap_mb) and self.bucket_cap_mb > 0):
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a positive number of megabytes.")
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
-        if seconds is not None and not (is_number(seconds) and seconds > 0):
-            raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds.")
+        if seconds is not None and not (is_number(seconds) and seconds >= 0.001):  # torch counts milliseconds
+            raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds, 0.001 or more.")
         for name, strategies in OF_STRATEGIES.items():
             if self._given(name) and self.strategy not in strategies:
                 raise UsageError(

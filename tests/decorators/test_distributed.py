@@ -160,6 +160,7 @@ def test_another_backend_inside_is_refused():
         ({"seed": "1"}, "seed='1' is not an integer"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a positive number of megabytes"),
         ({"timeout": 0}, "timeout=0 is not a positive number of seconds"),
+        ({"timeout": 1e-9}, "timeout=1e-09 is not a positive number of seconds, 0.001 or more"),
         ({"timeout": "10"}, "timeout='10' is not a positive number of seconds"),
         ({"timeout": float("inf")}, "timeout=inf is not a positive number of seconds"),
         ({"bucket_cap_mb": "1"}, "bucket_cap_mb='1' is not a positive number of megabytes"),
