@@ -94,14 +94,21 @@ class _LearningRates(Interceptor):
                 self._warn(optimizer)
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Restore the learning rates if ``closure`` raises, because torch calls no hook after such a step."""
+        """Keep the larger rates of this step while other optimizers step in ``closure``. Restore them if it raises, because torch calls no
+        hook after such a step."""
 
         def compute() -> Any:
+            changed, self._changed = self._changed, []
             try:
                 return closure()
             except BaseException:
-                self.put_back()
+                for each in changed:
+                    self._put_back(each)
+                changed = []
                 raise
+            finally:
+                self.put_back()
+                self._changed = changed
 
         return compute
 

@@ -113,6 +113,31 @@ def test_a_step_that_raises_leaves_the_rate_as_it_was():
     assert 0.1 == optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_another_optimizer_may_step_in_a_closure(raises):
+    def steps(rate, times):
+        outer, inner = (SGD([nn.Parameter(torch.zeros(()))], lr=rate) for _ in range(2))
+        ps = [each.param_groups[0]["params"][0] for each in (outer, inner)]
+
+        def fails():
+            raise ValueError("no loss")
+
+        def closure():
+            ps[0].grad, ps[1].grad = torch.ones(()), torch.ones(())
+            inner.step()
+            with contextlib.suppress(ValueError):
+                inner.step(fails)
+            if raises:
+                fails()
+
+        with learning_rates_times(lambda: times), contextlib.suppress(ValueError):
+            outer.step(closure)
+        assert [rate] * 2 == [each.param_groups[0]["lr"] for each in (outer, inner)]
+        return [p.item() for p in ps]
+
+    assert steps(0.4, times=1.0) == pytest.approx(steps(0.1, times=4.0))
+
+
 def test_a_schedule_goes_on_from_the_rate_before_a_closure_that_raises():
     p = nn.Parameter(torch.zeros(()))
     optimizer = SGD([p], lr=0.1)
