@@ -36,6 +36,7 @@ class Pipelines(Sources):
         self._sharded: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # operators that got a shard
         self._built: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # pipelines with such a reader
         self._dealt: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose last pass was dealt
+        self._last: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # the last pass over each iterator
         self._seeds = 0
         self._warned: set[tuple[Place, bool]] = set()
 
@@ -89,6 +90,9 @@ class Pipelines(Sources):
         (self._dealt.add if deals else self._dealt.discard)(iterator)
         data = self._digits(iterator, readers) if training else ()
         iteration.opened = opened = Pass(training, training and (is_part or deals), iteration.place, data=data)
+        last, self._last[iterator] = self._last.get(iterator), opened
+        if last is not None and self._passes.is_open(last):  # the garbage collector may have found what read it
+            self._leave(last)
         opened.trained_before = self._optimizers.trained
         opened.whole = next((metas[0]["epoch_size"] for metas in readers.values()), None)
         self._begins(training)

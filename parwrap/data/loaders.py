@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
@@ -49,7 +49,7 @@ from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
-from parwrap.loop.passes import Pass, script_drops
+from parwrap.loop.passes import Pass
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.group import is_alone
 from parwrap.torch_private.dataloader import kept_iterator
@@ -173,9 +173,7 @@ class Loaders(Sources, Interceptor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
-        self._undo = ExitStack()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
-        self._script_drops = self._undo.enter_context(script_drops())
 
     # passes
 
@@ -299,9 +297,6 @@ class Loaders(Sources, Interceptor):
             "from the first pass on, put the loop into `with torch.no_grad():`, or write parwrap.replicate(loader) if a backward follows "
             "the loop. If you keep the batches to train on them later, write parwrap.shard(loader)."
         )
-
-    def drops(self) -> bool:
-        return self._script_drops()
 
     # what a rank reads
 
@@ -490,10 +485,6 @@ class Loaders(Sources, Interceptor):
         known.resumed, known.copy = seed, None
         if drawn is not None and generator is not None:
             generator.set_state(drawn)
-
-    def close(self) -> None:
-        self._undo.close()
-        super().close()
 
 
 FIRST_PASSES, HASHED_EVERY = 3, 32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from parwrap.data.streams import Part
 from parwrap.intercept.intercepted_calls import Batches
 from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.passes import Pass, Passes, script_drops
 from parwrap.options import Options
 from parwrap.places import Place
 from parwrap.ranks.group import Group, say
@@ -61,6 +62,8 @@ class Sources:
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._begins = options, passes, optimizers, begins
         self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
+        self._undo = ExitStack()
+        self._script_drops = self._undo.enter_context(script_drops())
         self._said: set[Place] = set()
 
     def begin(self, iteration: Any) -> None:
@@ -93,10 +96,11 @@ class Sources:
         """Let passes that outlive the scope read on, without switching streams."""
         for iteration in list(self._open):
             iteration.detach()
+        self._undo.close()
 
     def drops(self) -> bool:
-        """Whether a pass ends if its iterator is finalized now."""
-        return True
+        """Whether a pass ends if its iterator is finalized now; if not, the next pass over the same loader or pipelines ends it."""
+        return self._script_drops()
 
     def _may_train(self) -> bool:
         """Whether :func:`trains` holds for a pass that begins now, whatever it reads."""

@@ -1,0 +1,61 @@
+"""When a pass over a DALI iterator ends. A stand-in has the names of DALI that parwrap uses, so that the package is not needed."""
+
+import gc
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import parwrap
+from training import Training
+
+
+class Pipe:
+    def build(self):
+        pass
+
+    def reader_meta(self):
+        return {"reader": {"epoch_size": 8, "shard_id": 0, "number_of_shards": 1}}
+
+
+class Batches:
+    """Stands in for DALI's base of iterators."""
+
+    def __init__(self, pipelines, size=-1):
+        self._pipes = pipelines
+
+    def __iter__(self):
+        return iter([[torch.tensor([[float(number)]])] for number in range(8)])
+
+    def __len__(self):
+        return 8
+
+
+class Trainer:
+    """Holds its iterator in a cycle."""
+
+    def __init__(self, batches):
+        self.me, self.batches = self, iter(batches)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_iterator(monkeypatch):
+    module = ModuleType("nvidia.dali.plugin.base_iterator")
+    module._DaliBaseIterator = Batches
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with parwrap.distributed():
+        training, batches = Training(), Batches([Pipe()])
+        trainer = Trainer(batches)
+        next(trainer.batches)
+        del trainer
+        training.step()
+        if parwrap.rank() == 0:
+            gc.collect()
+        own = parwrap.gather(torch.rand(1).item())
+        for _ in batches:
+            training.step()
+        gc.collect()
+        shared = parwrap.gather(torch.rand(1).item())
+
+    assert (2, 1) == (len(set(own)), len(set(shared)))
