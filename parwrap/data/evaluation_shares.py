@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.samplers import block, copied_with
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.intercept.intercepted_calls import Backward
+from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.random_streams import get_states, set_states, states_kept
 from parwrap.places import script_place
@@ -54,6 +54,12 @@ class Counted(NamedTuple):
 
     def __call__(self, samples: list) -> tuple[int, Any]:
         return len(samples), self.collate(samples)
+
+
+class Failed(NamedTuple):
+    """Stands for a batch that could not be read."""
+
+    error: Exception
 
 
 class Turns:
@@ -95,7 +101,14 @@ class Turns:
         with states_kept():
             if self._states is not None:
                 set_states(self._states)
-            drawn = list(islice(self._batches, most))
+            drawn: list[Any] = []
+            while len(drawn) < most:
+                try:
+                    drawn.append(next(self._batches))
+                except StopIteration:
+                    break
+                except Exception as error:  # the rank whose turn it is raises it
+                    drawn.append(Failed(error))
             self._states = get_states()
         return drawn
 
@@ -110,6 +123,7 @@ class Reading:
         batches: the number of batches of the whole pass; ``None`` until its end is known.
         planned: the number of batches that this rank has to read.
         read: the number of batches that this rank has read.
+        failed: the number of batches that raised an error when this rank read them.
         sizes: the number of samples in each of this rank's batches.
         rows: the sum of the first dimensions of the items read, if the loader does not batch; otherwise 0.
         same: a digest of what must be the same on all ranks.
@@ -120,6 +134,7 @@ class Reading:
     batches: int | None = None
     planned: int | None = None
     read: int = 0
+    failed: int = 0
     sizes: list[int] = field(default_factory=list)
     rows: int = 0
     same: str = ""
@@ -166,12 +181,10 @@ class Evaluation(Interceptor):
         reading = Reading(str(script_place()))
         self.readings.append(reading)
         if not self._divides:
-            return _counting(original(loader), reading)
-        return (
-            self._in_turn(loader, original, reading)
-            if isinstance(loader.dataset, IterableDataset)
-            else self._block(loader, original, reading)
-        )
+            return _Read(original(loader), reading)
+        if isinstance(loader.dataset, IterableDataset):
+            return self._in_turn(loader, original, reading)
+        return self._block(loader, original, reading)
 
     def _block(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
         batched = loader.batch_sampler is not None
@@ -187,7 +200,8 @@ class Evaluation(Interceptor):
             return [drawn[number] for number in mine]
 
         name = "batch_sampler" if batched else "sampler"
-        return _counting(original(copied_with(loader, **{name: Blocks(getattr(loader, name), chosen)})), reading, rows=not batched)
+        batches = original(copied_with(loader, **{name: Blocks(getattr(loader, name), chosen)}))
+        return _Read(batches, reading, length=lambda: self._share_length(loader), rows=not batched)
 
     def _in_turn(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
         batched = loader.batch_sampler is not None
@@ -204,14 +218,19 @@ class Evaluation(Interceptor):
             if self._rank < self.readers:
                 reading.planned = len(range(self._rank, batches, self.readers))
 
-        for item in _counting(iter(Turns(original(counted), self._size, begin, ended)), reading, rows=not batched):
-            size, batch = item if batched else (1, item)
-            reading.sizes.append(size)
-            yield batch
+        batches = original(counted)
+        turns = iter(Turns(batches, self._size, begin, ended))
+        return _Read(batches, reading, turns, rows=not batched, counted=batched)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """The number of batches of all ranks together."""
         return unwrap(original)(loader)
+
+    def _share_length(self, loader: DataLoader) -> int:
+        """The number of batches of ``loader`` that this rank reads in a pass."""
+        whole = len(loader)
+        readers = min(self.readers, whole) or self.readers
+        return len(block(whole, self._rank, readers)) if self._rank < readers else min(1, whole)
 
     def backward(self, call: Backward) -> None:
         if self.asleep or is_alone():
@@ -239,12 +258,56 @@ class Evaluation(Interceptor):
         return readers
 
 
-def _counting(batches: Iterator, reading: Reading, rows: bool = False) -> Iterator:
-    for batch in batches:
+class _Read(Batches):
+    """Notes in ``reading`` what the script reads.
+
+    Args:
+        batches: torch's iterator.
+        reading: the pass.
+        source: where to take batches from; by default ``batches``.
+        length: the number of batches; by default that of ``batches``.
+        rows: whether to count the rows of the batches.
+        counted: whether batches come from :class:`Counted`.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator,
+        reading: Reading,
+        source: Iterator | None = None,
+        length: Callable[[], int] | None = None,
+        *,
+        rows: bool = False,
+        counted: bool = False,
+    ) -> None:
+        super().__init__(batches)
+        self._reading, self._source, self._length, self._rows, self._counted = reading, source or batches, length, rows, counted
+
+    def __next__(self) -> Any:
+        reading = self._reading
+        try:
+            batch = next(self._source)
+            if type(batch) is Failed:
+                raise batch.error
+        except StopIteration:
+            raise
+        except Exception:  # the script may read on
+            reading.failed += 1
+            if reading.in_turn:  # the batch had this rank's turn
+                reading.sizes.append(0)
+            else:
+                del reading.sizes[reading.read : reading.read + 1]
+            raise
         reading.read += 1
-        if rows:
+        if reading.in_turn:
+            size, batch = batch if self._counted else (1, batch)
+            reading.sizes.append(size)
+        if self._rows:
             reading.rows += rows_of(batch)
-        yield batch
+        return batch
+
+    def __len__(self) -> int:
+        return super().__len__() if self._length is None else self._length()
 
 
 def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
@@ -267,7 +330,7 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
                 f"the ranks drew different samples to evaluate at {place}: seed the generator of the sampler alike on all ranks."
             )
         for rank, reading in enumerate(of_all):
-            if reading.batches is None or reading.planned is None or reading.read < reading.planned:
+            if reading.batches is None or reading.planned is None or reading.read + reading.failed < reading.planned:
                 of = "" if reading.in_turn else f" of its {reading.planned}"
                 raise UsageError(
                     f"a pass was not read to its end in an evaluation at {place}: rank {rank} read {reading.read}{of} batches, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +22,7 @@ def batches_of(count, batch_size):
     return [list(range(count))[at : at + batch_size] for at in range(0, count, batch_size)]
 
 
+@settings(deadline=None)
 @given(samples, batch_sizes, ranks)
 def test_blocks_in_the_order_of_ranks_are_the_pass_of_one_process(count, batch_size, size):
     drawn = batches_of(count, batch_size)
@@ -43,6 +44,7 @@ def turns_of(drawn, rank, size):
     return got, *found
 
 
+@settings(deadline=None)
 @given(samples, batch_sizes, ranks)
 def test_the_turns_of_those_who_read_are_the_pass_of_one_process(count, batch_size, size):
     drawn = batches_of(count, batch_size)
@@ -54,6 +56,7 @@ def test_the_turns_of_those_who_read_are_the_pass_of_one_process(count, batch_si
     assert all(drawn[:1] == each for each in got[readers[0] :])
 
 
+@settings(deadline=None)
 @given(samples, batch_sizes, ranks, st.booleans())
 def test_gathered_turns_are_in_the_order_of_one_process(count, batch_size, size, by_batch):
     drawn = batches_of(count, batch_size)
