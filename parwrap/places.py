@@ -20,7 +20,15 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
 
-_began_in = os.getcwd()
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return "\0"
+
+
+_began_in = _here()
 """The working directory before the script may have changed it, as Hydra does."""
 
 DEPTH = 6
@@ -139,7 +147,7 @@ def is_standard(file: str) -> bool:
 def begin_here() -> None:
     """Note that a command begins in this working directory, to which the path of its script may be relative."""
     global _began_in
-    _began_in = os.getcwd()
+    _began_in = _here()
     _kind.cache_clear()
 
 
