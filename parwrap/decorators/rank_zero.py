@@ -106,7 +106,7 @@ class rank_zero_first(ScopeDecorator):
         through = _next_key(group, f"rank_zero_first on node {group.world.node_rank}" if self._local else "rank_zero_first")
         first = (group.world.local_rank if self._local else group.world.rank) == 0
         opened = files.current()
-        with alone():
+        with alone(in_turn=True):
             if first:
                 try:
                     yield

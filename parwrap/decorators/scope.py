@@ -17,6 +17,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, ClassVar, TypeVar
 
 from parwrap.errors import UsageError
+from parwrap.places import from_script
 
 F = TypeVar("F", bound=Callable)
 
@@ -24,11 +25,11 @@ __all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "re
 
 
 UNRUN = (
-    (GeneratorType, "a generator", "return list(...)"),
-    (CoroutineType, "a coroutine", "return asyncio.run(...)"),
-    (AsyncGeneratorType, "an async generator", "return a list of what it yields"),
+    (GeneratorType, "gi_frame", "a generator", "return list(...)"),
+    (CoroutineType, "cr_frame", "a coroutine", "return asyncio.run(...)"),
+    (AsyncGeneratorType, "ag_frame", "an async generator", "return a list of what it yields"),
 )
-"""Results that are code that has not run yet: their types, their names, and what to return instead."""
+"""Results that are code that has not run yet: their types, where they hold its frame, their names, and what to return instead."""
 
 
 @dataclass(eq=False)
@@ -176,9 +177,14 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
 
 
 def _refuse_unrun(function: Any, result: Any) -> None:
-    """Raise :class:`UsageError` for a result whose code has not run yet, and would run when the scope is closed."""
-    for kind, what, run in UNRUN:
-        if isinstance(result, kind):
+    """Raise :class:`UsageError` for a result that is code of the script which has not run yet, and would run when the scope is closed.
+
+    Generators of libraries, such as ``model.parameters()``, need no scope.
+    """
+    for kind, frame, what, run in UNRUN:
+        if isinstance(result, kind) and (unrun := getattr(result, frame)) is not None and from_script(unrun):
+            if isinstance(result, CoroutineType):
+                result.close()  # else Python warns that it was never awaited
             raise UsageError(
                 f"{describe(function)} returns {what}, whose body runs after the call has returned, without parwrap. Run it inside the "
                 f"function: {run}."

@@ -78,7 +78,9 @@ def _times(
 
 
 class Batches:
-    """What ``iter(loader)`` returns: an iterator with the length and the attributes of torch's. Subclasses add to ``__next__``.
+    """What ``iter(loader)`` returns: an iterator with the length of torch's and, once it has given a batch, its attributes.
+
+    Subclasses add to ``__next__``.
 
     It is no generator, because a script may read on after an error of a sample.
 
@@ -99,8 +101,8 @@ class Batches:
         return len(cast(Any, self.batches))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batches" or name.startswith("__"):  # asked for by copy and pickle, maybe before there are any
-            raise AttributeError(name)
+        if name == "batches" or name.startswith("__") or self.batches is None:  # copy and pickle may ask before there are any
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.batches, name)
 
 

@@ -1,4 +1,4 @@
-"""``optimizer.step()``: skip it where ``Interceptor.skips`` says so, and exchange its closure.
+"""``optimizer.step()``: skip it where ``Interceptor.skips`` or ``leaves_out`` says so, and exchange its closure.
 
 A hook cannot skip a step, but it can exchange the step's ``self``: a skipped step runs on a copy of the optimizer without parameters, its
 *image*. So the optimizer is never changed, and nothing has to be restored if the step raises.

@@ -108,10 +108,10 @@ class Divisors(Interceptor):
             return None
         for mean, _ in reached:
             mean.again = call.keeps_graph
-        if new := [mean for mean, _ in reached if mean.factor is None]:
+        if first := [mean for mean, _ in reached if mean.factor is None]:
             weight = self._passes.batch(lambda: leading_sizes(call.tensors)).weight
-            factors = self._factors(torch.stack([mean.divisor for mean in new]).to("cpu", torch.float64), weight)
-            for mean, factor in zip(new, factors, strict=True):
+            factors = self._factors(torch.stack([mean.divisor for mean in first]).to("cpu", torch.float64), weight)
+            for mean, factor in zip(first, factors, strict=True):
                 mean.factor = factor
         return cast(torch.Tensor, sum(grad * mean.value * (cast(float, mean.factor) - 1) for mean, grad in reached))
 

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.passes import Passes
-from parwrap.ranks.group import is_alone
+from parwrap.ranks.group import is_on_one_rank
 
 __all__ = ["Modules"]
 
@@ -42,7 +42,7 @@ class Modules(Interceptor):
         self._hook = register_module_parameter_registration_hook(self._registered)
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not self._passes.training and not is_alone():
+        if parameter is not None and not self._passes.training and not is_on_one_rank():
             self._note(parameter)
             self._homes[parameter] = f"{name} of a {type(module).__name__}"
 

@@ -30,6 +30,7 @@ __all__ = [
     "current",
     "is_alone",
     "is_failure",
+    "is_on_one_rank",
     "is_outside",
     "is_rank_zero",
     "is_reading_stream",
@@ -90,8 +91,8 @@ class Group:
 _current: Group | None = None
 _outside: World | None = None
 """The world of a process that does not run the training loop; see :func:`within`."""
-_alone: list[int] = []
-"""The threads that run something on one rank only; see :func:`alone`."""
+_alone: list[tuple[int, bool]] = []
+"""The threads that run something on one rank at a time, each with whether in turn; see :func:`alone`."""
 _reading_stream: list[int] = []
 """The threads that read a stream; see :func:`reading_stream`."""
 
@@ -216,19 +217,28 @@ def is_outside() -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Declare that only this rank runs the block, so nothing in it may wait for other ranks."""
-    thread = threading.get_ident()
-    _alone.append(thread)
+def alone(in_turn: bool = False) -> Iterator[None]:
+    """Declare that only this rank runs the block now, so nothing in it may wait for other ranks.
+
+    Args:
+        in_turn: whether the other ranks run the block too, before or after this one.
+    """
+    entry = threading.get_ident(), in_turn
+    _alone.append(entry)
     try:
         yield
     finally:
-        _alone.remove(thread)
+        _alone.remove(entry)
 
 
 def is_alone() -> bool:
-    """Whether only this rank runs the calling code; see :func:`alone`."""
-    return bool(_alone) and threading.get_ident() in _alone
+    """Whether only this rank runs the calling code now; see :func:`alone`."""
+    return bool(_alone) and any(thread == threading.get_ident() for thread, _ in _alone)
+
+
+def is_on_one_rank() -> bool:
+    """Whether no other rank ever runs the calling code, so what it builds is on this rank only; see :func:`alone`."""
+    return (threading.get_ident(), False) in _alone
 
 
 @contextmanager

@@ -23,7 +23,6 @@ def refuse_stdin(remedy: str) -> None:
     Args:
         remedy: what to do instead of reading, such as ``"pass the answer as an argument"``.
     """
-
     global _remedy
     _remedy = remedy
 
@@ -31,13 +30,21 @@ def refuse_stdin(remedy: str) -> None:
         raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: {remedy}.")
 
     builtins.input = ask
-    if sys.stdin is not None:  # otherwise stdin was closed, and descriptor 0 may be something else
+    if sys.stdin is not None and not _is_null(0):  # if it is None, stdin was closed, and descriptor 0 may be something else
         unreadable = os.open(os.devnull, os.O_WRONLY)  # as nohup does: ranks that read one stdin would each get a random part
         os.dup2(unreadable, 0)
         os.close(unreadable)
     sys.stdin = cast(TextIO, _NoStdin(sys.stdin, remedy))
     if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):  # another debugger may need no terminal
         sys.breakpointhook = _refuse_breakpoint
+
+
+def _is_null(descriptor: int) -> bool:
+    """Whether ``descriptor`` is the null device, of which all ranks read the same: programs that they start may read it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+    except OSError:
+        return False
 
 
 def check_opening(file: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from parwrap.errors import RankMismatchError
 from parwrap.ranks.agreement import agree_on, first_other
-from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.group import Group, is_on_one_rank
 from parwrap.torch_private.modules import NormBase, registered_buffers
 from parwrap.torch_private.tensors import version_of
 
@@ -75,7 +75,7 @@ class Buffers:
 
     def _note(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         """Note a buffer as it is now, before a forward has changed it."""
-        if not is_alone() and buffer is not None and (is_lazy(buffer) or not buffer.is_inference()):
+        if not is_on_one_rank() and buffer is not None and (is_lazy(buffer) or not buffer.is_inference()):
             self._modules.setdefault(module, {})[name] = (id(buffer), -1) if is_lazy(buffer) else _state(buffer)
 
     def put_in_eval(self, module: nn.Module) -> None:

@@ -5,6 +5,7 @@ import pickle
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from torch import nn
 
 from parwrap.decorators.scope import ScopeDecorator, module_of
 from parwrap.errors import UsageError
@@ -194,3 +195,11 @@ def test_a_result_that_would_run_after_the_scope_is_refused(begin, text):
     with pytest.raises(UsageError, match=text):
         make()
     made.close()
+
+
+def test_a_generator_of_a_library_is_returned():
+    @scoped
+    def make():
+        return nn.Linear(2, 1).parameters()
+
+    assert [(1, 2), (1,)] == [tuple(p.shape) for p in make()]

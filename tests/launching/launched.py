@@ -82,8 +82,8 @@ def started(tmp_path, environ):
 def parwrap_run(started, environ):
     """Run ``parwrap.run`` to its end and see that it leaves nothing behind; gives its exit code, stdout and stderr."""
 
-    def run_to_its_end(*arguments: str) -> tuple[int, str, str]:
-        process = started("-m", "parwrap.run", *arguments)
+    def run_to_its_end(*arguments: str, stdin: int | None = None) -> tuple[int, str, str]:
+        process = started("-m", "parwrap.run", *arguments, stdin=stdin)
         stdout, stderr = process.communicate(timeout=WITHIN)
         assert_no_process_left(process)
         assert [] == left_in(environ)

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -290,7 +291,7 @@ for ask in (lambda: input('name? '), lambda: sys.stdin.read(), lambda: list(sys.
         told.append(f"{type(error).__name__}: {error}")
 raise ValueError(told)
 """)
-    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", path)
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", path, stdin=subprocess.PIPE)
     read = "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script."
     asked = "EOFError: input('name? ') was called on a launched rank, which has no stdin: pass the answer as an argument of the script."
     stopped = "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1."

@@ -86,6 +86,13 @@ def test_what_one_rank_builds_or_steps_alone_is_not_at_work(optimizers):
     assert not any(optimizers.has_had(p) for p in parameters_of(own))
 
 
+def test_what_all_ranks_build_in_turn_is_at_work(optimizers):
+    with alone(in_turn=True):
+        optimizer = SGD(linear().parameters(), lr=1.0)
+
+    assert ([optimizer], True) == (optimizers.all(), optimizers.were_built)
+
+
 def test_a_group_that_is_added_changes_the_generation(optimizers):
     optimizer = SGD(linear().parameters(), lr=1.0)
     before = optimizers.generation
