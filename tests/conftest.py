@@ -5,11 +5,13 @@ import signal
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from inner_pytest import HEAD, Run
+from warm_python import WarmPython
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the many processes that tests start would compile parwrap again
@@ -69,6 +71,15 @@ def _pytest_is_as_brief_as_by_hand(monkeypatch):
     """On a CI machine pytest shows longer differences, also the one that a test has started."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("BUILD_NUMBER", raising=False)
+
+
+@pytest.fixture(scope="session")
+def warm_python():
+    """Runs commands of parwrap, see :class:`WarmPython`."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    python = WarmPython({**buffered, "PYTHONPATH": str(Path(__file__).parents[1])})
+    yield python
+    python.close()
 
 
 @pytest.fixture

@@ -4,24 +4,21 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
-import sys
 import termios
 
 
-def shown(script, folder, *options, columns=120):
+def shown(warm_python, script, folder, *options, columns=120):
     """What ``parwrap`` shows of a script with ``options`` on a terminal of so many columns."""
     (folder / "train.py").write_text(script)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command = [sys.executable, "-m", "parwrap", *options, "train.py"]
-    environ = {**os.environ, "COLUMNS": str(columns)}  # which goes before the terminal's own width
-    with subprocess.Popen(command, cwd=folder, env=environ, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        parts = []
-        while part := _read(ours):
-            parts.append(part)
-        process.wait(60)
+    environ = {**warm_python.environ, "COLUMNS": str(columns)}  # which goes before the terminal's own width
+    process = warm_python.start("parwrap", *options, "train.py", streams=[theirs] * 3, cwd=folder, environ=environ)
+    os.close(theirs)
+    parts = []
+    while part := _read(ours):
+        parts.append(part)
+    warm_python.wait(process)
     os.close(ours)
     return b"".join(parts).decode()
 

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -167,11 +165,10 @@ print('done')
 """
 
 
-def test_a_script_is_explained_by_the_command(tmp_path):
+def test_a_script_is_explained_by_the_command(tmp_path, warm_python):
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    command = [sys.executable, "-m", "parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = warm_python.run("parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py", cwd=tmp_path)
 
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert (0, "done\n", [f"train.py:{line}" for line in range(4, 9)]) == (run.returncode, run.stdout, [row["place"] for row in rows])
@@ -180,8 +177,8 @@ def test_a_script_is_explained_by_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path):
-    text = shown(SCRIPT, tmp_path, "explain", "--nproc-per-node", "2", columns=100)
+def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path, warm_python):
+    text = shown(warm_python, SCRIPT, tmp_path, "explain", "--nproc-per-node", "2", columns=100)
     lines = text.replace("\r", "").partition("parwrap explains")[2].partition("└")[0].splitlines()
 
     assert all(len(line) <= 100 for line in lines if line.startswith("│"))

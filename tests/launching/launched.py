@@ -79,15 +79,19 @@ def started(tmp_path, environ):
 
 
 @pytest.fixture
-def parwrap_run(started, environ):
+def parwrap_run(warm_python, started, tmp_path, environ):
     """Run ``parwrap.run`` to its end and see that it leaves nothing behind; gives its exit code, stdout and stderr."""
 
     def run_to_its_end(*arguments: str, stdin: int | None = None) -> tuple[int, str, str]:
-        process = started("-m", "parwrap.run", *arguments, stdin=stdin)
-        stdout, stderr = process.communicate(timeout=WITHIN)
-        assert_no_process_left(process)
-        assert [] == left_in(environ)
-        return process.returncode, stdout, stderr
+        if stdin is None and warm_python.can_run(environ):
+            session, status, stdout, stderr = warm_python.run("parwrap.run", *arguments, cwd=tmp_path, environ=environ)
+        else:
+            process = started("-m", "parwrap.run", *arguments, stdin=stdin)
+            stdout, stderr = process.communicate(timeout=WITHIN)
+            session, status = process.pid, process.returncode
+        assert_no_process_left(session)
+        assert not (left := left_in(environ)), left
+        return status, stdout, stderr
 
     return run_to_its_end
 
@@ -101,9 +105,9 @@ def left_in(environ: dict[str, str]) -> list[str]:
     ]
 
 
-def assert_no_process_left(process: subprocess.Popen) -> None:
+def assert_no_process_left(session: int) -> None:
     until = time.monotonic() + WITHIN
-    while left := [other for other in psutil.process_iter() if is_of_session(other, process.pid)]:
+    while left := [other for other in psutil.process_iter() if is_of_session(other, session)]:
         assert time.monotonic() < until, left
         time.sleep(0.01)
 

@@ -185,7 +185,7 @@ def test_a_signal_ends_a_job_that_trains(tmp_path, started, environ, script, num
     (os.killpg if to_all else os.kill)(process.pid, number)
     _, stderr = process.communicate(timeout=WITHIN)
     took = time.monotonic() - began
-    assert_no_process_left(process)
+    assert_no_process_left(process.pid)
 
     assert status == process.returncode
     assert ["finally-0", "finally-1"] == finals(tmp_path)

@@ -97,7 +97,7 @@ def test_a_rank_that_leaves_silently_ends_the_others(started, environ, script, w
     path = script(f"import os, parwrap\nif parwrap.rank() == 1: os._exit(0)\n{waits}")
     process = started("-c", IMPATIENT, "--nproc-per-node", "2", path)
     _, stderr = process.communicate(timeout=WITHIN)
-    assert_no_process_left(process)
+    assert_no_process_left(process.pid)
 
     assert 1 == process.returncode
     assert stderr.endswith(
@@ -197,7 +197,7 @@ def test_a_signal_runs_finally_blocks_once_and_ends_all(started, environ, leavin
         time.sleep(0.02)
     (os.killpg if to_all else os.kill)(process.pid, number)
     _, stderr = process.communicate(timeout=WITHIN)
-    assert_no_process_left(process)
+    assert_no_process_left(process.pid)
 
     assert status == process.returncode
     assert ["0 finally", "1 finally"] == [line for line in noted() if line.endswith("finally")]
@@ -265,7 +265,7 @@ def test_the_next_start_removes_what_a_killed_launcher_has_left(started, environ
         process.stdout.readline()
     process.kill()
     process.communicate(timeout=WITHIN)
-    assert_no_process_left(process)
+    assert_no_process_left(process.pid)
     left = [path for path in left_in(environ) if "parwrap" in path]
     for sockets in Path(environ["TMPDIR"]).glob("pymp-*"):  # the interpreter's own
         shutil.rmtree(sockets)

@@ -155,7 +155,7 @@ def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run, environ
     assert (0, ["0", "0", "trainer", "trainer"]) == (status, sorted(stdout.split()))
 
 
-def test_one_rank_needs_no_other_process_and_begins_as_plain_python_does(started, parwrap_run, script):
+def test_one_rank_needs_no_other_process_and_begins_as_plain_python_does(started, script):
     path = script("""
 import os, sys, psutil
 torch = sys.modules.get("torch")
@@ -166,7 +166,10 @@ print(sys.flags)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # as many ranks as there are
     try:
-        assert parwrap_run("--nproc-per-node", "auto", path) == (0, started(path).communicate(timeout=WITHIN)[0], "")
+        run, alone = started("-m", "parwrap.run", "--nproc-per-node", "auto", path), started(path)
+
+        assert (alone.communicate(timeout=WITHIN)[0], "") == run.communicate(timeout=WITHIN)
+        assert 0 == run.returncode
     finally:
         os.sched_setaffinity(0, cores)
 

@@ -1,8 +1,6 @@
 """The line that says at the end of a script what was trained, how fast, and what was waited for."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -39,14 +37,21 @@ for x in DataLoader(torch.ones(4, 2), batch_size=2):  # is read in shares, and n
 """
 
 
-def run(script, folder, *options):
-    (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", "2", *options, "train.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stderr
+@pytest.fixture
+def said(warm_python, tmp_path):
+    """Run a script on 2 ranks; gives what is written to stderr."""
+
+    def run(script: str, *options: str) -> str:
+        (tmp_path / "train.py").write_text(script)
+        ended = warm_python.run("parwrap", "run", "--nproc-per-node", "2", *options, "train.py", cwd=tmp_path)
+        assert 0 == ended.returncode, ended.stderr
+        return ended.stderr
+
+    return run
 
 
-def test_the_last_line_says_what_was_trained_and_what_was_waited_for(tmp_path):
-    line = run(SCRIPT, tmp_path).splitlines()[-1]
+def test_the_last_line_says_what_was_trained_and_what_was_waited_for(said):
+    line = said(SCRIPT).splitlines()[-1]
 
     found = re.fullmatch(
         r"parwrap: 6 steps, 2 epochs in (\S+) s, ([\d,]+) samples/s on 2 ranks; "
@@ -70,10 +75,8 @@ for x in DataLoader(torch.ones(8, 2), batch_size=2):
 """
 
 
-def test_a_script_of_which_every_rank_did_the_whole_is_told_so_though_no_losses_could_be_compared(tmp_path):
-    said = run(WITHOUT_BACKWARD, tmp_path).splitlines()
-
-    assert said == [
+def test_a_script_of_which_every_rank_did_the_whole_is_told_so_though_no_losses_could_be_compared(said):
+    assert said(WITHOUT_BACKWARD).splitlines() == [
         "parwrap: train.py:5 read everything on each of 2 ranks, nothing was read in shares, and no backward averaged gradients: each does "
         "the whole work, which is right but no faster than one process. parwrap.shard(loader) gives each rank a share of a loader, and "
         "@parwrap.evaluate a part of an evaluation"
@@ -84,8 +87,8 @@ def test_a_script_of_which_every_rank_did_the_whole_is_told_so_though_no_losses_
 @pytest.mark.parametrize(
     ("script", "options"), [(SCRIPT, ["--quiet"]), ("print('nothing is trained')", [])], ids=["quiet", "nothing trained"]
 )
-def test_there_is_no_line_if_it_is_not_wanted_or_nothing_was_trained(script, options, tmp_path):
-    assert "samples/s" not in run(script, tmp_path, *options)
+def test_there_is_no_line_if_it_is_not_wanted_or_nothing_was_trained(script, options, said):
+    assert "samples/s" not in said(script, *options)
 
 
 @pytest.mark.ranks(2)
