@@ -62,8 +62,8 @@ class Pipelines(Sources):
         if self._options().batch == "global":
             if size % self._size:
                 raise UsageError(
-                    f'{script_place()} builds a DALI pipeline with batches of {size}, which batch="global" divides among {self._size} '
-                    "ranks. Choose a batch_size that is a multiple of the number of ranks."
+                    f'{script_place()} builds a DALI pipeline with batches of {size}, which batch="global" cannot divide evenly among '
+                    f"{self._size} ranks. Choose a batch_size that is a multiple of {self._size}."
                 )
             size //= self._size
         return seed + self._rank, size

@@ -242,7 +242,7 @@ class Evaluation(Interceptor):
         )
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
-        """Run ``update``, unless this rank reads a sample only to keep step: torchmetrics would count it in its sum over the ranks."""
+        """Run ``update``, except on a rank without a part: its one batch keeps it in step, and torchmetrics would count that too."""
         return None if self.stands_in and not self.asleep else update()
 
     def _begin(self, batches: int) -> int:

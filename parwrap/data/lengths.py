@@ -388,8 +388,8 @@ def _field(sample: Any, name: Any) -> Any:
         len(found)
     except (KeyError, IndexError, TypeError):
         raise UsageError(
-            f"length={name!r} does not name a field with a length in samples of type {type(sample).__name__}: pass the name or index of "
-            "one, or a function that returns the length of a sample."
+            f"length={name!r} does not name a sequence in samples of type {type(sample).__name__}: pass the name or index of one, "
+            "or a function that returns the length of a sample."
         ) from None
     return found
 

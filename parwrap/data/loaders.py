@@ -351,8 +351,8 @@ class Loaders(Sources, Interceptor):
         if self._options().batch == "global" and (loader.batch_size or loader.batch_sampler) is not None:
             raise UsageError(
                 f'batch="global" divides each batch among the ranks, but the {type(sampler).__name__} of a DataLoader has divided the '
-                "dataset already, in its own way. Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that sampler, "
-                "if it takes them."
+                "dataset already, in its own way. Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that sampler "
+                "if it takes them, or write another sampler."
             )
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, size: int) -> DistributedSampler:

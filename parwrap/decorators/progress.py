@@ -33,10 +33,10 @@ EVERY = 0.5
 
 
 class progress(ScopeDecorator):
-    """Show a bar of tqdm for each training pass over a loader.
+    """Show a tqdm bar for each training pass over a loader.
 
-    Write ``@progress`` or ``with progress():``; for a script, ``--progress``. The bar is rank 0's, on stderr. There is none if stderr is no
-    terminal, or if the script has a bar of its own around the loader.
+    Write ``@progress`` or ``with progress():``; for a script, ``--progress``. The bar is rank 0's, on stderr. There is none if stderr is
+    not a terminal, or if the script has a bar of its own around the loader.
 
     Raises:
         UsageError: tqdm is not installed.

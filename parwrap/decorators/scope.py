@@ -159,7 +159,7 @@ def undecorated(function: Any) -> tuple[Any, tuple[ScopeDecorator, ...]]:
 
 
 def refuse_undecoratable(function: Any, decorator: str) -> None:
-    """Raise :class:`UsageError` for objects that cannot be decorated with a scope around a call: classes, coroutines, generators."""
+    """Raise :class:`UsageError` if ``function`` is a class, an async function, a generator function, or not callable."""
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"
     elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):

@@ -57,7 +57,7 @@ class uniform_length(ScopeDecorator):
         if length is not None and not callable(length) and not isinstance(length, (str, int, Sequence, torch.Tensor, np.ndarray)):
             raise UsageError(
                 f"length={length!r} does not describe the lengths of samples: pass a function that returns the length of a sample, the "
-                "name or index of the field that has a length, or a sequence of all lengths."
+                "name or index of the field whose length counts, such as the tokens, or a sequence of all lengths."
             )
         if pad_value is not None and not isinstance(pad_value, (int, float)):
             raise UsageError(f"pad_value={pad_value!r} is not a number.")

@@ -26,13 +26,15 @@ ROUNDS = 5
 
 
 def all_reduces(rank: int, size: int, device: torch.device | str, report: Callable[[str], None]) -> Iterator[Row]:
-    """Reduce tensors of each of ``SIZES`` over the default process group.
+    """Measure an all-reduce over the default process group for each of ``SIZES``, and yield a row of it.
+
+    The row has the time of the slowest rank, and whether the sum is right on all ranks.
 
     Args:
         rank: this rank.
         size: the number of ranks.
         device: the device of the backend.
-        report: called with the next step.
+        report: called with a text that names the next measurement.
     """
     for number in SIZES:
         report(f"all-reduce of {human_size(number)}")

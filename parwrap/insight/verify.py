@@ -204,7 +204,10 @@ def _refuse_numbers(steps: int, ranks: Any, tolerance: float | None) -> None:
     if steps < 1:
         raise UsageError(f"verify compares a positive number of steps, not {steps}.")
     if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise UsageError(f"verify allows for differences by rounding, so the tolerance is a number from 0 on, not {tolerance}.")
+        raise UsageError(
+            f"tolerance={tolerance} must be 0 or a finite positive number: verify takes differences up to it for rounding. Leave it out "
+            "for the default."
+        )
     if not str(ranks).isdecimal() or int(ranks) < 2:
         raise UsageError(f"verify compares one process with a number of ranks above 1, not {ranks}.")
 

@@ -380,7 +380,10 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], around: dict
     if (arguments.plain or doctor) and (options or around):
         given = ", ".join(f"--{name.replace('_', '-')}" for name in (*options, *around))
         who = DOCTOR if doctor else "--plain"
-        raise UsageError(f"{who} only launches the script, so {given} has no effect: remove one of them.")
+        raise UsageError(
+            f"{who} does not change how a script trains, so it cannot be combined with {given}: remove "
+            f"{given}{'' if doctor else ', or --plain'}."
+        )
     if arguments.no_python and arguments.module:
         raise UsageError("--no-python runs a program, and --module runs a Python module: remove one of them.")
     if arguments.no_python and not arguments.plain:

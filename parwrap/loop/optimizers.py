@@ -139,7 +139,7 @@ class Optimizers(Interceptor):
         return work.version
 
     def has_had(self, leaf: torch.Tensor) -> bool:
-        """Whether any optimizer has ever had ``leaf``, at work or not."""
+        """Whether ``leaf`` is or was a parameter of any optimizer, at work or not, except those of one batch."""
         return leaf in self._had
 
     @property
@@ -273,7 +273,7 @@ class Optimizers(Interceptor):
         return evaluates(parameters, lambda p: p in self._in_eval)
 
     def eval_place(self) -> Place | None:
-        """The line that put the first parameter of an optimizer that is in eval mode there; ``None`` if none is in it."""
+        """The script's line that called ``eval()`` on the first parameter in eval mode of an optimizer at work, if there is one."""
         places = [self._in_eval.get(p) for parameters in self.sets() for p in parameters]
         return next((place for place in places if place is not None), None)
 

@@ -110,7 +110,10 @@ class PathRules:
         return os.getpid() == self._process
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The unique name of ``path``, which a call is about to change; ``None`` if the rules do not apply to the call."""
+        """The unique name of ``path`` if a call is about to change it and only rank 0 may write it; otherwise ``None``.
+
+        A path that every rank writes, or that ``tempfile`` makes, is exempt from now on.
+        """
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)

@@ -63,7 +63,7 @@ class ReplicaFiles:
 
     @contextmanager
     def running_alone(self) -> Iterator[None]:
-        """This rank runs something alone in the block."""
+        """Run the block as it is: only what rank 0 runs alone is recorded in the journal."""
         yield
 
     def left_alone(self) -> None:

@@ -285,7 +285,7 @@ class Overlay:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def child_began(self, process: Any) -> None:
-        """A child process of this rank begins."""
+        """Record that a child process of this rank begins: what changes on the disk while it runs is shown to this rank."""
         self._running[process] = earliest_time()
 
     def child_ended(self, process: Any) -> None:

@@ -1,4 +1,4 @@
-"""Experiment trackers on ranks above 0 stay silent, by their own switches: there is one run, rank 0's (contract, rule 8).
+"""wandb and mlflow are silent on ranks above 0, by their own switches: there is one run, rank 0's (contract, rule 8).
 
 wandb has a mode for this. mlflow has none, so such a rank logs to a temporary directory. A tracker that is imported later is silenced then.
 """
@@ -26,7 +26,10 @@ VARIABLES = {"WANDB_MODE": "disabled", "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLO
 
 @contextmanager
 def trackers_silent() -> Iterator[None]:
-    """Inside the block, nothing that this process logs with wandb or mlflow reaches a server or the directory of the script."""
+    """Inside the block, wandb and mlflow log neither to a server nor to the script's directory.
+
+    Only an ``MlflowClient`` that the script builds with a server's address still logs there.
+    """
     variables = {**VARIABLES, "MLFLOW_TRACKING_URI": os.environ.get("MLFLOW_TRACKING_URI")}
     with environment(variables), when_imported("wandb", _wandb), when_imported("mlflow", _mlflow):
         yield

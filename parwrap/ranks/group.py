@@ -212,7 +212,7 @@ def leave() -> None:
 
 
 def is_outside() -> bool:
-    """Whether this process is not among the ranks that run the training loop, as a parameter server or a forked one, and so acts alone."""
+    """Whether this process does not run the training loop, and so acts alone: a parameter server, or a process that a rank has forked."""
     return _outside is not None
 
 

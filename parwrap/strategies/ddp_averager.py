@@ -85,8 +85,8 @@ class GradientAverager:
     ) -> None:
         if len(kinds := {p.device.type for p in parameters}) > 1:
             raise UsageError(
-                f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
-                "those of one kind of device. Move the whole model to one device: model.to('cuda')."
+                f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, but torch's DistributedDataParallel averages "
+                "gradients on one kind of device only. Move the whole model to one device: model.to('cuda')."
             )
         self.parameters, self.number, self._sparse, self._at_end, self._others = tuple(parameters), number, sparse, at_end, others
         self.ids = frozenset(map(id, self.parameters))

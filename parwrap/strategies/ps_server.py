@@ -58,7 +58,7 @@ class Message(NamedTuple):
     """A message between a worker and a server.
 
     Attributes:
-        kind: what the worker asks for.
+        kind: what the worker asks for; in an answer, the same or ``FAILED``.
         optimizer: the number of the optimizer.
         content: a pickled object or a text; empty if there is none.
         values: a buffer of values or gradients.

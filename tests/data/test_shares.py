@@ -302,7 +302,7 @@ def test_the_batches_of_such_a_share_are_not_divided_again():
 
     assert str(error.value) == (
         'batch="global" divides each batch among the ranks, but the Small of a DataLoader has divided the dataset already, in its own way. '
-        "Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that sampler, if it takes them."
+        "Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that sampler if it takes them, or write another sampler."
     )
 
 

@@ -154,7 +154,7 @@ def test_a_length_is_found_where_a_sample_says_it():
         (
             {"length": 1.5},
             "length=1.5 does not describe the lengths of samples: pass a function that returns the length of a sample, the name or index "
-            "of the field that has a length, or a sequence of all lengths.",
+            "of the field whose length counts, such as the tokens, or a sequence of all lengths.",
         ),
         ({"pad_value": "0"}, "pad_value='0' is not a number."),
         ({"max_tokens": 0}, "max_tokens=0 is not a positive integer."),
@@ -167,12 +167,12 @@ def test_a_length_is_found_where_a_sample_says_it():
         ),
         (
             {"length": "text"},
-            "length='text' does not name a field with a length in samples of type tuple: pass the name or index of one, "
+            "length='text' does not name a sequence in samples of type tuple: pass the name or index of one, "
             "or a function that returns the length of a sample.",
         ),
         (
             {"length": 1},
-            "length=1 does not name a field with a length in samples of type tuple: pass the name or index of one, "
+            "length=1 does not name a sequence in samples of type tuple: pass the name or index of one, "
             "or a function that returns the length of a sample.",
         ),
         (

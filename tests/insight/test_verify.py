@@ -93,12 +93,15 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
     )
 
 
+TOLERANCE_WANTED = "must be 0 or a finite positive number: verify takes differences up to it for rounding. Leave it out for the default."
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         (["--steps", "0"], "verify compares a positive number of steps, not 0."),
-        (["--tolerance", "nan"], "verify allows for differences by rounding, so the tolerance is a number from 0 on, not nan."),
-        (["--tolerance", "-1"], "verify allows for differences by rounding, so the tolerance is a number from 0 on, not -1.0."),
+        (["--tolerance", "nan"], f"tolerance=nan {TOLERANCE_WANTED}"),
+        (["--tolerance", "-1"], f"tolerance=-1.0 {TOLERANCE_WANTED}"),
         (["--nproc-per-node", "1"], "verify compares one process with a number of ranks above 1, not 1."),
         (["--batch", "per_rank"], "--batch per_rank trains on larger batches than one process, so the numbers differ: remove it."),
         (

@@ -81,11 +81,12 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (
             ["--plain", "--seed", "1", "--bucket-cap-mb", "5", "train.py"],
-            "--plain only launches the script, so --seed, --bucket-cap-mb has no effect: remove one of them.",
+            "--plain does not change how a script trains, so it cannot be combined with --seed, --bucket-cap-mb: remove --seed, "
+            "--bucket-cap-mb, or --plain.",
         ),
         (
             ["--backend", "gloo", "-m", "parwrap.doctor"],
-            "parwrap.doctor only launches the script, so --backend has no effect: remove one of them.",
+            "parwrap.doctor does not change how a script trains, so it cannot be combined with --backend: remove --backend.",
         ),
         (
             ["--lr", "0.1", "train.py"],
@@ -172,7 +173,7 @@ def test_other_decorators_are_checked_by_themselves():
         plan("--amp", "fp8", "train.py")
     with pytest.raises(UsageError, match=r"accumulate\(steps=0\): steps must be a positive integer"):
         plan("--accumulate", "0", "train.py")
-    with pytest.raises(UsageError, match="--plain only launches the script, so --amp has no effect: remove one of them"):
+    with pytest.raises(UsageError, match=r"--plain does not change how a script trains, .* combined with --amp: remove --amp, or --plain"):
         plan("--plain", "--amp", "bf16", "train.py")
     with pytest.raises(UsageError, match="--pad-value has no effect without --uniform-length: add it"):
         plan("--pad-value", "0", "train.py")
