@@ -32,7 +32,7 @@ READING_SUBCOMMANDS = {
     "conda": {"list", "info"},
 }
 LISTING = ("git branch", "git remote", "git tag", "git config")
-"""Subcommands that only list, as long as only options follow."""
+"""Subcommands that change nothing if only options follow, or with ``--get``."""
 
 LONGEST = 60
 """The number of characters of a command to show."""
@@ -84,8 +84,8 @@ def refusing_exec(size: int) -> AbstractContextManager[None]:
     def refuse(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         if os.getpid() == rank:
             raise UsageError(
-                f"{script_place()} calls os.{wrapped.__name__}, which replaces this rank by a program that is no rank: {size} separate "
-                "programs would run. If the script starts itself again to set a variable, set the variable before the command: "
+                f"{script_place()} calls os.{wrapped.__name__}, which replaces this rank by a program that is not a rank: {size} "
+                "separate programs would run. If the script starts itself again to set a variable, set the variable before the command: "
                 "`NAME=value python -m parwrap.run ...`."
             )
         return wrapped(*args, **kwargs)

@@ -48,7 +48,7 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
     Args:
         group: the process group, with a folder that the ranks of the node share.
         module: the name of the running function's module.
-        check_wait: called now and then while this rank waits for a file of rank 0, with the time when the wait began and what it waits for.
+        check_wait: called now and then while this rank waits for rank 0, with the time when the wait began and what it is for.
 
     Yields:
         what handles this rank's file calls; call its ``crossed()`` after each barrier.

@@ -46,7 +46,7 @@ def wait_for_tick(since: float) -> None:
 
 
 class Sites:
-    """Numbers the calls at each line outside of parwrap and torch. Ranks agree on them even if one rank calls more at another line."""
+    """Numbers the calls at each line of the script or of a library. Ranks agree on the numbers, even if one calls more at another line."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
@@ -112,8 +112,8 @@ class Ahead:
 
     Attributes:
         made: the folders that it has begun to make.
-        before: for each path that existed and has changed, where to read its old content; empty for a folder. All paths are those before
-            folders moved.
+        before: for each path that existed and has changed, where to read its old content; empty for a folder. A path is named as it was
+            before folders moved.
         moved: for each folder that existed and was moved, where it is now.
     """
 
@@ -122,18 +122,18 @@ class Ahead:
     moved: dict[str, str] = field(default_factory=dict)
 
     def replaces(self, path: str, before: str) -> None:
-        """The first rank is about to change ``path``."""
+        """Note that the first rank is about to change ``path``."""
         self.before.setdefault(self._before_moves(path), before)
 
     def moves(self, folder: str, to: str) -> None:
-        """The first rank is about to move ``folder``."""
+        """Note that the first rank is about to move ``folder`` to the path ``to``."""
         if folder not in self.made or folder in self.moved.values():  # it existed
             self.moved.setdefault(self._before_moves(folder), folder)
         self.moved = {path: moved_path(place, folder, to) for path, place in self.moved.items()}
         self.made |= {moved_path(path, folder, to) for path in self.made}
 
     def place(self, path: str) -> str | None:
-        """Where ``path`` is if it was in a folder that was moved."""
+        """Where ``path`` is now if it, or a folder above it, was moved; otherwise ``None``."""
         folder = next((each for each in (path, *ancestors(path)) if each in self.moved), None) if self.moved else None
         return None if folder is None else moved_path(path, folder, self.moved[folder])
 

@@ -78,7 +78,7 @@ def every_rank_writing() -> Iterator[None]:
 
 
 class PathRules:
-    """Decides which paths every rank reads and writes itself, in the process that creates it, as long as ``open`` is true.
+    """Decides which paths only rank 0 writes. The rules apply in the process that creates them, as long as ``open`` is true.
 
     Args:
         rank: the global rank of this process.
@@ -88,7 +88,7 @@ class PathRules:
     def __init__(self, rank: int, since: float | None = None) -> None:
         self.open = True
         self.since = time.time() - SLACK if since is None else since
-        """A file changed before this time, in seconds since the epoch, existed before the function ran."""
+        """A file that last changed before this time, in seconds since the epoch, existed before the function ran."""
         self._rank = rank
         self._process = os.getpid()
         self._own: set[str] = set()

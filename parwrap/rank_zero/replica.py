@@ -21,7 +21,7 @@ from parwrap.rank_zero.writer import KeptReadable, saved_path
 __all__ = ["ReplicaFiles"]
 
 PATIENCE = 10
-"""Seconds to wait until a slower rank 0 makes the folder for a file that every rank writes."""
+"""Seconds to wait for a slower rank 0 to make the folder of a file that every rank writes."""
 
 MOST_COPIED_FOR_NATIVE = 2**28
 """The maximum size, in bytes, of a file, such as a database, that is copied to scratch before native code changes it."""
@@ -209,7 +209,7 @@ class ReplicaFiles:
         self._overlay.child_ended(process)
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same."""
+        """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same. With ``stands_in``, it writes all."""
         path = saved_path(file)
         key = self._written(path) if path is not None else None
         if key is None:
@@ -251,7 +251,7 @@ class ReplicaFiles:
         return self._on(find, run)
 
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
-        """Run native code that writes a file, to a scratch file. A file that is too large to copy is opened in place."""
+        """Run native code that writes a file. It writes to scratch, or to the disk if the file is too large to copy."""
         key = self._written(path)
         if key is None:
             return write(path)
@@ -291,7 +291,7 @@ class ReplicaFiles:
             return path if place == named and not self._in_scratch else place  # a relative path starts at the real working directory
 
     def _content(self, path: Any, dir_fd: int | None = None) -> Any:
-        """Where the content of ``path`` is for this rank: as :meth:`_read`, but where that is a marker, the file that rank 0 has saved."""
+        """Where the content of ``path`` is for this rank: as :meth:`_read`; if that is a marker, the file that rank 0 has saved."""
         place = self._read(path, dir_fd=dir_fd)
         with passing():
             return self._overlay.content(place)
@@ -309,7 +309,7 @@ class ReplicaFiles:
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The key of a path that is about to change, or ``None`` if the call runs unchanged, on the disk.
 
-        In that case this makes the path's folder on the disk if it is only in scratch.
+        In that case, the path's folder is made on the disk if it is only in scratch.
         """
         key = self._rules.writes(path, dir_fd)
         if key is None and self._rules.looks() and not isinstance(path, int):

@@ -48,7 +48,7 @@ class Entry:
         place: where the content is; ``None`` if the path is gone. A folder has a folder in scratch.
         opaque: whether this folder hides a folder at the same path on the disk, for example because this folder was moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
-        left_alone: how many calls that rank 0 runs alone this rank had skipped before the change.
+        left_alone: how many calls this rank had skipped before the change, because rank 0 runs them alone.
     """
 
     kind: str
@@ -87,12 +87,12 @@ class Overlay:
         self._folders: dict[str, str] = {}
         self._made = 0
         self.since = rules.since
-        """Paths that were changed later are hidden, because rank 0 may be ahead."""
+        """Paths that have changed after this time are hidden, because rank 0 may be ahead."""
         self._running: dict[Any, float] = {}
         self._ran: list[tuple[float, float]] = []
         self._left_alone: list[str] = []
         self._alone: list[tuple[float, float]] = []
-        """When rank 0 ran what this rank has skipped, as far as it has waited for that. Rank 0 may have run more alone since."""
+        """When rank 0 ran each call that this rank has skipped, as far as this rank has waited for them. Rank 0 may have run more since."""
         self._empty: dict[str, str] = {}
 
     def find(self, key: str) -> str | None:
@@ -118,7 +118,7 @@ class Overlay:
         return self._covering > 0 or os.path.basename(path if type(path) is str else os.fsdecode(path)) in self._names
 
     def may_be_made_ahead(self, key: str) -> bool:
-        """Whether rank 0, on another node, may have made the folder ahead of this rank. On rank 0's node, the journal names those."""
+        """Whether rank 0, on another node, may have made the folder ahead of this rank. On its own node, the journal names them."""
         if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
             return False
         return os.stat(key).st_ctime > self.since
@@ -142,7 +142,7 @@ class Overlay:
         return os.path.join(self.rules.followed(folder), name)
 
     def names(self, key: str) -> list[str]:
-        """The names in the folder."""
+        """The names that this rank sees in the folder."""
         found = set()
         if disk := self.on_disk(key):
             shown = self._visible(disk) or disk
@@ -229,8 +229,8 @@ class Overlay:
         folder, name = os.path.split(place)
         if os.path.basename(folder) == NOT_KEPT:
             raise RankMismatchError(
-                f"{script_place()} reads {name}, which rank 0 has already replaced or removed, with many others. Only so many stay "
-                "readable for slower ranks: call parwrap.barrier() before the line that removes them."
+                f"{script_place()} reads {name}, which rank 0 has already replaced or removed, like many other files. Slower ranks can "
+                "read only a limited number of them: call parwrap.barrier() before the line that removes them."
             )
 
     def content(self, place: Any) -> Any:
@@ -341,8 +341,8 @@ class Overlay:
     def _visible(self, disk: str) -> str | None:
         """The path to read for ``disk``, a path on the disk.
 
-        That is ``disk`` itself unless it is hidden. If rank 0 has changed it since the last barrier, it is the old content, and for a
-        folder that is gone an empty one. ``None`` if this rank sees nothing there.
+        That is ``disk`` itself unless it is hidden. If rank 0 has changed it since the last barrier, that is where its old content is;
+        for a folder that is gone, an empty folder. ``None`` if this rank sees nothing there.
         """
         if self._is_visible(disk):
             return disk
@@ -387,7 +387,7 @@ class Overlay:
         return self._journal.update().ahead if self.rules.in_process() else Ahead()
 
     def _wait_for_what_runs_alone(self) -> None:
-        """Wait until rank 0 has run the code that runs on rank 0 alone and this rank has skipped: all ranks see the files made there."""
+        """Wait until rank 0 has run each call that this rank has skipped: all ranks see the files that rank 0 makes there."""
         since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
         while len(self._alone) < len(self._left_alone):
             call = self._left_alone[len(self._alone)]
@@ -413,7 +413,7 @@ class Overlay:
         return None
 
     def _is_made_alone(self, when: float, first: int = 0) -> bool:
-        """Whether rank 0 ran something alone at the time ``when``, of the calls that this rank has skipped, from number ``first`` on."""
+        """Whether ``when`` is inside a call that rank 0 ran alone and this rank skipped; only those from number ``first`` on count."""
         latest = bisect_right(self._alone, when + ROUNDING, lo=first, key=itemgetter(0)) - 1
         return latest >= first and _is_during(when, self._alone[latest])
 

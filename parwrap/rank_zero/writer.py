@@ -1,8 +1,8 @@
 """Rank 0's files: every call runs unchanged. Only what slower ranks may still need is kept readable for them.
 
 A checkpoint or a file from before the run stays readable through a descriptor after rank 0 has replaced or removed it, until every rank
-of the node has made as many changes as rank 0. This costs no copy and no time, only disk space until then. Systems without ``/proc`` use a
-second name of the file instead, in the job's folder.
+of the node has made more changes than rank 0 had made then. This costs no copy and no time, only disk space. Systems without ``/proc``
+use a second name of the file instead, in the job's folder.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class WriterFiles:
         self._has_changed = False  # since then
 
     def close(self) -> None:
-        """Let all calls run unchanged from now on, and write what the script has left in open files: the process may end without that."""
+        """Let all calls run unchanged from now on, and flush files that the script has left open: the process may end without flushing."""
         self._rules.open = False
         with passing():
             for stream in list(self._streams):
@@ -190,13 +190,13 @@ class WriterFiles:
             self._progress.close()
 
     def crossed(self) -> None:
-        """Tell the other ranks that what follows is ahead of them. Rank 0 itself always sees the disk."""
+        """Tell the other ranks that rank 0 has passed a barrier: what it changes from now on is ahead of them."""
         self._journal.crossed()
         self._shown_until, self._has_changed = time.time(), False
 
     @contextmanager
     def running_alone(self) -> Iterator[None]:
-        """This rank runs something alone in the block: the others see the files that it makes there."""
+        """Tell the other ranks that rank 0 runs the block alone: they see the files that it makes there."""
         if self._has_changed:
             wait_for_tick(time.time())
         call, since = self._alone.next(), earliest_time()
@@ -297,7 +297,7 @@ class WriterFiles:
         pass
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: a file named by its path appears as a whole or not at all. The other ranks can load it, and an open file too."""
+        """``torch.save``: a file given by its path appears as a whole or not at all. The other ranks can load it, or an open file."""
         path = saved_path(file)
         if path is None or not self._rules.looks():
             return write(file)

@@ -298,8 +298,8 @@ raise ValueError(told)
 
     assert (1, "") == (status, stdout)
     replaced = (
-        "UsageError: train.py:8 calls os.execv, which replaces this rank by a program that is no rank: 2 separate programs would run. If "
-        "the script starts itself again to set a variable, set the variable before the command: `NAME=value python -m parwrap.run ...`."
+        "UsageError: train.py:8 calls os.execv, which replaces this rank by a program that is not a rank: 2 separate programs would run. "
+        "If the script starts itself again to set a variable, set the variable before the command: `NAME=value python -m parwrap.run ...`."
     )
     opened = [asked.replace("input('name? ')", f"open({name})") for name in ("0", "PosixPath('/dev/stdin')")]
     unread = ["OSError: [Errno 9] Bad file descriptor", "CalledProcessError: Command '['cat']' returned non-zero exit status 1."]

@@ -359,8 +359,8 @@ def test_what_is_removed_among_too_many_others_is_an_error_for_a_slower_rank_tha
     assert [] == os.listdir(tmp_path)
     if rank() == 1:
         assert str(caught.value).endswith(
-            " reads b.txt, which rank 0 has already replaced or removed, with many others. Only so many stay readable for slower ranks: "
-            "call parwrap.barrier() before the line that removes them."
+            " reads b.txt, which rank 0 has already replaced or removed, like many other files. Slower ranks can read only a "
+            "limited number of them: call parwrap.barrier() before the line that removes them."
         )
 
 
