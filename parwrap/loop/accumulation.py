@@ -1,8 +1,8 @@
 """Gradient accumulation: an optimizer takes one step for every few calls of its ``step()``, on the mean of their gradients.
 
 The calls for one step are the *window* of an optimizer. Inside a window, a backward adds up gradients on this rank, and a step only keeps
-them. The backward that closes the window gets all of them back and is averaged over the ranks, so gradients travel once a window. It is
-known by its line: the line that called the last backward before the optimizer's steps in the window.
+them. The backward that closes the window gets all of them back and is averaged over the ranks, so gradients travel once a window. Its
+line is that of the last backward before the optimizer's earlier steps in the window.
 
 Rare cases are apart: a window that no such backward closes, a window that its epoch has cut short, and a script's own scaler.
 """
@@ -88,7 +88,7 @@ class Accumulation(Interceptor):
         steps: the number of calls of ``step()`` for one step.
         no_sync: a context in which backwards are not averaged over the ranks.
         average: averages the gradients of parameters over the ranks outside of a backward.
-        drops: whether the script drops the object that is finalized now, and not the garbage collector.
+        drops: returns whether the script drops the object that is finalized now; false if the garbage collector does.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Accumulation(Interceptor):
     def left(self) -> None:
         """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next backward, pass or end does.
 
-        If only the garbage collector finds that, the windows go on with the next batches.
+        If the garbage collector finalizes the pass, the windows go on with the next batches.
         """
         if not self._drops():
             return
@@ -327,13 +327,13 @@ class Accumulation(Interceptor):
             self._looks = 0
             warn(
                 "parwrap: gradients were changed between backward() and step(). With parwrap.accumulate, .grad holds the gradient of one "
-                "batch there. Only after the last batch it holds the sum of all, so the change acts on single batches. To clip, use "
-                "torch.nn.utils.clip_grad_norm_, which acts on the sum only. This is shown once."
+                "batch there. Only after the last batch does it hold the sum of all, so the change acts on single batches. To clip, "
+                "use torch.nn.utils.clip_grad_norm_, which acts on the sum only. This is shown once."
             )
 
 
 class _Pass(Batches):
-    """Tells ``accumulation`` when a pass ends in which the loop has trained."""
+    """Tells ``accumulation`` when a pass in which the loop has trained ends."""
 
     def __init__(self, batches: Iterator, accumulation: Accumulation) -> None:
         super().__init__(batches)

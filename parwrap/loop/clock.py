@@ -38,7 +38,7 @@ class Clock:
     epochs: Counter[Place] = field(default_factory=Counter)
 
     def began_pass(self) -> None:
-        """A training pass begins."""
+        """Note that a training pass begins."""
         if not self.begin:
             self.begin, self.averages = time.perf_counter(), 0.0
 

@@ -39,7 +39,7 @@ class _MeanLoss:
         value: the loss on this rank.
         divisor: the number by which the sum of its terms was divided.
         factor: multiplies the gradient of the loss; ``None`` until the loss is differentiated for the first time.
-        again: whether a backward has reached it that keeps the graph, so that another one may.
+        again: whether a backward that keeps the graph has reached it, so that another backward may.
     """
 
     def __init__(self, criterion: Criterion) -> None:
@@ -86,7 +86,7 @@ class Divisors(Interceptor):
         return result
 
     def weigh(self, call: Backward) -> torch.Tensor | None:
-        """Set the factors of the mean losses that ``call`` is the first to reach. The strategy multiplies the loss by the batch's weight.
+        """Set the factors of the mean losses that ``call`` is the first to reach, without the batch's weight: the strategy applies it.
 
         Returns:
             What the factors add to the loss, a scalar; ``None`` if ``call`` reaches no mean loss.

@@ -90,7 +90,7 @@ class Interrupts:
         self._handlers.get(number, signal.default_int_handler)(number, frame)
 
     def unheard(self, arrived: bytes) -> bool:
-        """Whether one of the signals that have ``arrived`` is to be held, and Python has not done so: the main thread is in native code."""
+        """Whether this rank should hold one of the ``arrived`` signals and does not yet, because the main thread is in native code."""
         return self.held is None and not self.raised and any(signal.getsignal(number) == self._hold for number in arrived)
 
     def hold_no_more(self) -> None:

@@ -52,7 +52,7 @@ class Modules(Interceptor):
             self.count += 1
 
     def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
-        """The parameters that require grad, by their number."""
+        """The parameters that require grad, by their number, except lazy ones and those that ``leaves_out``."""
         return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
 
     def frozen(self) -> list[int]:

@@ -106,13 +106,13 @@ class Optimizers(Interceptor):
         return [optimizer for _, optimizer in sorted(at_work, key=lambda each: each[0])]
 
     def sets(self) -> list[list[torch.Tensor]]:
-        """The parameters of each optimizer at work, also of one that the script has dropped, in the order in which they were built."""
+        """The parameters of each optimizer at work, also of one that the script has dropped, in the order of building."""
         for optimizer in self.all():
             self.version(optimizer)  # looks at its parameters
         return [work.parameters for work in self._at_work]
 
     def owners(self) -> dict[int, int]:
-        """The place in :meth:`sets` of the set that has each parameter, by the parameter's id: of the optimizer built last."""
+        """For the id of each parameter, the place in :meth:`sets` of its owner: the optimizer built last of those that have it."""
         return {id(p): place for place, parameters in enumerate(self.sets()) for p in parameters}
 
     @property
@@ -124,7 +124,7 @@ class Optimizers(Interceptor):
     def version(self, optimizer: Optimizer) -> int:
         """A number that changes whenever ``optimizer`` gets other parameters, or one of them another shape, dtype or device.
 
-        Scripts write into ``param_groups`` and ``.data``, which no call tells.
+        Scripts write into ``param_groups`` and ``.data``, which no intercepted call shows.
         """
         if optimizer not in self._works:
             self.built(optimizer)
@@ -210,8 +210,8 @@ class Optimizers(Interceptor):
             )
             raise UsageError(
                 f"{script_place()} trains {what} that {made.place} made inside the training pass at {line}, in an earlier batch. {because}"
-                "What is made inside a training pass belongs to one batch: each rank has its own, whose gradients are not averaged. Make "
-                f"what several batches train before the first pass at {line}, where all ranks make the same."
+                "What is made inside a training pass belongs to one batch: each rank has its own, whose gradients are not averaged. "
+                f"Before the first pass at {line}, make what several batches train: there all ranks make the same."
             )
 
     # steps and modes

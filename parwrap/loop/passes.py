@@ -55,9 +55,9 @@ def loss_factor(weight: float, size: int, options: Options) -> float:
 
 @contextmanager
 def script_drops() -> Iterator[Callable[[], bool]]:
-    """Yields a function that finalizers ask: whether the script drops the object, and not the garbage collector.
+    """Yields a function that tells a finalizer whether the script drops the object, and not the garbage collector.
 
-    The collector acts at other times on each rank, so nothing may follow from what it finds.
+    The collector runs at a different time on each rank, so nothing may follow from what it finds.
     """
     collecting: list[int] = []  # the thread in which the collector runs
 
@@ -117,7 +117,7 @@ class Pass:
     _trained: bool = True
 
     def drew(self, samples: int) -> None:
-        """A batch with that many samples was drawn."""
+        """Note that a batch of ``samples`` samples was drawn."""
         self.drawn += 1
         self.samples += samples
         self.untrained += 1
@@ -129,7 +129,7 @@ class Pass:
                 self.in_flight.popleft()
 
     def ran_backward(self) -> None:
-        """A backward ran while this pass was the innermost training pass."""
+        """Note that a backward ran while this pass was the innermost training pass."""
         self.backwards += 1
         if not self._trained:
             self._trained = True
@@ -148,7 +148,7 @@ class Passes:
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
         begun: the number of passes over loaders that the thread of the loop has begun.
-        whole_at: the first line with a pass that every rank has read whole though gradients were on, unless the script says that it should.
+        whole_at: the first line with a pass that every rank has read whole with gradients on, and without ``parwrap.replicate``.
         clock: how long the loop has trained and waited.
     """
 
@@ -187,7 +187,7 @@ class Passes:
 
     @property
     def in_weighted_batch(self) -> bool:
-        """Whether the loop is at a batch whose parts on the ranks have weights, and not in a pass inside it that reads everything."""
+        """Whether the loop is at a batch whose parts on the ranks have weights, and not in an inner pass that reads everything."""
         training = self.training or self._last_training
         return training is not None and training.weights is not None and (not self._open or self._open[-1].trains)
 
@@ -219,7 +219,7 @@ class Passes:
         return tuple(sum(digits) % DIGITS for digits in zip(*unsent, strict=True))
 
     def data_sent(self) -> None:
-        """The digits of :meth:`data_to_send` have travelled with a backward."""
+        """Note that the digits of :meth:`data_to_send` have travelled with a backward."""
         if self._unsent:
             self._unsent = False
             for each in self._training_passes():
@@ -262,14 +262,14 @@ class Passes:
         self.draw()
 
     def drew(self, training: Pass, samples: int) -> None:
-        """``training`` has drawn a batch."""
+        """Note that ``training`` has drawn a batch."""
         training.drew(samples)
         self.clock.samples += samples
         training.drawn_after = self.backwards
         self.batches += 1
 
     def ran_backward(self) -> None:
-        """A backward of the script ran."""
+        """Note that a backward of the script ran."""
         self.backwards += 1
         self._thread = threading.current_thread()
         self.clock.end = time.perf_counter()
@@ -326,8 +326,8 @@ class Passes:
     def _batch_of_loaders(self, training: Pass, others: list[Pass], seen: set[int]) -> Batch:
         """The batch that the loss was computed from: the last one of the pass ``training``, or of one of the passes ``others``.
 
-        Its number of samples tells, which must be among ``seen``, the leading sizes in the graph. If the sizes do not tell, it is the batch
-        of ``training``.
+        Its number of samples must be among ``seen``, the leading sizes in the graph. If the sizes do not decide, it is the batch of
+        ``training``.
 
         Raises:
             UsageError: the last batches of several passes have such sizes.
@@ -344,7 +344,7 @@ class Passes:
         raise UsageError(
             f"{script_place()} calls one backward for batches of the loaders at {' and '.join(str(each.place) for each in passes)}, of "
             f"which this rank has parts of {', '.join(str(each.in_flight[-1].samples) for each in passes)} samples. With "
-            'batch="global" or uneven="join" a loss counts by this '
+            'batch="global" or uneven="join" a loss is weighted by this '
             "rank's share of its batch. These shares differ, so no single weight is right for the sum of the losses. Call backward for "
             "each loss, or choose batch sizes that divide the datasets and that the number of ranks divides."
         )

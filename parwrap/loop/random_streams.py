@@ -192,12 +192,12 @@ class RandomStreams(Interceptor):
         self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
     def restored(self) -> None:
-        """The script has set torch's state, as ``fork_rng`` does at its end: undo a seed of this pass on the shared stream too."""
+        """The script has set torch's state, as ``fork_rng`` does at its end. Undo a seed of this pass on the shared stream too."""
         if self._before_seed is not None and "torch" in self._own:
             self._kept["torch"], self._before_seed = self._before_seed, None
 
     def seeded(self, library: str) -> None:
-        """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
+        """Note that the script has just seeded ``library``: the seed holds for both sets, whichever the library draws on now."""
         if library == "torch":
             _begun_at.pop(torch.initial_seed(), None)
         if not self._kept:

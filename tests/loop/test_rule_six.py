@@ -160,7 +160,7 @@ def test_without_an_optimizer_bare_tensors_are_parameters():
 MODEL_LATER = (
     r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass at "
     r"(test_rule_six.py:\d+), in an earlier batch. What is made inside a training pass belongs to one batch: each rank has its own, whose "
-    r"gradients are not averaged. Make what several batches train before the first pass at \1, where all ranks make the same."
+    r"gradients are not averaged. Before the first pass at \1, make what several batches train: there all ranks make the same."
 )
 
 
@@ -373,6 +373,6 @@ def test_models_of_an_ensemble_are_made_before_the_first_pass_as_the_error_says(
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
     open_still = "" if held else r"\1 begins a pass for every batch, and its last one is open until another begins. "
-    text = rf"inside the training pass at (test_rule_six.py:\d+), in an earlier batch. {open_still}What is .* before the first pass at \1, "
+    text = rf"inside the training pass at (test_rule_six.py:\d+), in an earlier batch. {open_still}What is .* Before the first pass at \1, "
     with parwrap.distributed(batch="global"), pytest.raises(UsageError, match=text):
         list(ensemble(in_turn, held))
