@@ -31,8 +31,8 @@ class pad_collate:
 
     Args:
         pad_value: the padding value, or a dict from the name or position of a field to its value. Fields that a dict does not name are
-            padded with 0, and ``labels`` with -100. A number is not for ``labels``, nor for ``attention_mask`` and ``token_type_ids``,
-            which are padded with 0.
+            padded with 0, and ``labels`` with -100. Whatever the number, ``labels`` are padded with -100, and
+            ``attention_mask`` and ``token_type_ids`` with 0.
         multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to ``input_ids``, or
             else to the first sequence of a sample, and to sequences that are as long as it in every sample of the batch.
         attention_mask: whether to add a mask of ones for tokens and zeros for padding. It follows ``input_ids``, or else the
@@ -113,7 +113,8 @@ class pad_collate:
             field = _of_field(name)
             found = " and ".join(sorted({tensor.shape[1:]: str(tuple(tensor.shape)) for tensor in tensors}.values())[:2])
             raise UsageError(
-                f"{field} of a batch: shapes {found} differ beyond the first dimension, which alone can be padded. Make the others equal."
+                f"{field} of a batch: shapes {found} differ beyond the first dimension, which alone can be padded. Make the "
+                "other dimensions equal."
             )
         longest = max(map(len, tensors))
         if rounded or any(len(tensor) != longest for tensor in tensors):
@@ -147,7 +148,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def _holds(tensor: torch.Tensor, value: float) -> bool:
-    """Whether the dtype of ``tensor`` has ``value``."""
+    """Whether the dtype of ``tensor`` can hold ``value``."""
     try:
         return tensor.is_floating_point() or tensor.new_full((), value).item() == value
     except RuntimeError:  # beyond its range

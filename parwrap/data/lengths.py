@@ -32,11 +32,11 @@ STARTS = 8
 class UniformLengthBatchSampler(Sampler[list[int]]):
     """Makes batches of samples of similar length, for ``DataLoader(batch_sampler=...)``.
 
-    Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. Batches form
-    rounds of ``num_replicas``: samples of similar length, equally many or one more, so that ranks that step together have equal work. The
-    order of rounds is random. Each pass contains every sample once, except what ``drop_last`` drops. All passes have the same number of
-    batches: a multiple of ``num_replicas``, unless there are fewer samples than that, or all batches hold one sample. If samples do not
-    divide evenly, several batches are slightly smaller.
+    Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. A round has
+    ``num_replicas`` batches of samples of similar length, equally many in each or one more, so that ranks that step together have equal
+    work. The order of rounds is random. Each pass contains every sample once, except what ``drop_last`` drops. All passes have the same
+    number of batches: a multiple of ``num_replicas``, unless there are fewer samples than that, or all batches hold one sample. If samples
+    do not divide evenly, several batches are slightly smaller.
 
     Inside ``parwrap.distributed``, omit ``num_replicas`` and ``rank``: parwrap arranges the batches for the ranks and deals them out. In
     your own distributed code, pass both, and each rank draws its part; ranks that lack a batch in the last round repeat another.
@@ -46,15 +46,15 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         lengths: the length of each sample of the dataset, in tokens.
         batch_size: the maximum number of samples in a batch.
         max_tokens: the maximum number of tokens in a batch, including padding: its number of samples times the length of the longest. Give
-            either, or both.
+            ``batch_size``, ``max_tokens`` or both.
         shuffle: if false, nothing is random: each pass has the same batches, with the longest first.
         seed: the seed of the order, the same on all ranks; each pass has a different order. ``None`` draws from torch's generator in each
             pass, as a shuffled ``DataLoader`` does; a ``torch.Generator`` is drawn from directly.
         drop_last: drop samples that do not fill a batch on every rank: different ones in each pass, or without ``shuffle`` the last ones of
             the dataset. Not with ``max_tokens``.
         multiple_of: round the length of a batch up to a multiple of this.
-        slack: how much shorter than the longest sample of its bucket a sample may be, as a fraction of the longest. If too few samples of
-            similar length make a batch, they go with the next shorter ones.
+        slack: how much shorter than the longest sample of its bucket a sample may be, as a fraction of the longest. If there are too
+            few samples of similar length for a batch on every rank, the next shorter ones join them.
         num_replicas: the number of ranks to draw for.
         rank: the rank to draw for.
 
@@ -332,8 +332,8 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     Args:
         dataset: a dataset with a length and indices. After it is read, the random streams are restored.
         length: a sequence of the lengths; or a function that returns the length of a sample; or the name or position of the field in a
-            sample. By default the count in ``attention_mask``, or the first sequence whose length differs.
-        pad_value: padding at the end of a sequence, which is not counted. Without ``length``, sequences are then searched among whole
+            sample. By default the count in ``attention_mask``, or the first sequence whose length differs between samples.
+        pad_value: padding at the end of a sequence, which is not counted. Without ``length``, it is looked for in sequences of whole
             numbers only.
 
     Raises:

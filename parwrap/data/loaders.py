@@ -308,7 +308,7 @@ class Loaders(Sources, Interceptor):
         together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
         if options.batch == "global" and not divides:
             warn(
-                f"parwrap: the loader at {script_place()} has batch_size=None, so its items cannot be divided: with batch='global' too "
+                f"parwrap: the loader at {script_place()} has batch_size=None, so its items cannot be divided: even with batch='global' "
                 f"each rank takes whole items, and a step trains on {size} of them. Let the loader make the batches, with batch_size= or "
                 "batch_sampler=, to keep the weights of one process."
             )
@@ -488,7 +488,7 @@ class Loaders(Sources, Interceptor):
 
 
 FIRST_PASSES, HASHED_EVERY = 3, 32
-"""What a loader reads is hashed anew in its first training passes, then in a pass that begins as many backwards after the last hash."""
+"""What a loader reads is hashed in its first training passes, and later in a pass that begins this many backwards after the last hash."""
 
 DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""

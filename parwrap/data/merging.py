@@ -43,7 +43,7 @@ NOISE: dict[Any, float] = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LEAST_NOISE = 2e-6
 
 SURE = 1e-3
-"""If a result is no mean, its average over parts is wrong by about the square of the differences between parts. An error below this
+"""If a result is not a mean, its average over parts is wrong by about the square of the differences between parts. An error below this
 fraction of the square proves the average right."""
 
 
@@ -270,7 +270,7 @@ class _Merge:
 
 
 def _in_turn(sizes: list[list[int]]) -> list[int]:
-    """Where the rows of batches that were dealt out in turn are in the ranks' concatenated results.
+    """The positions of rows in the ranks' concatenated results, in the order of one process, for batches that were dealt out in turn.
 
     >>> _in_turn([[2, 1], [2]])
     [0, 1, 3, 4, 2]
@@ -296,7 +296,7 @@ def _type_of_sum(numbers: list[Any]) -> Any:
 
 
 def _with_arrays(results: list[Any]) -> list[Any]:
-    """``results``, of which the numbers are made tensors or arrays if others are, as a sum of both is.
+    """``results``; if one is a tensor or an array, numbers become one too, as in a sum of both.
 
     >>> _with_arrays([0, torch.tensor([2, 3])])
     [tensor([0, 0]), tensor([2, 3])]
@@ -359,7 +359,7 @@ class Compared(NamedTuple):
 
 
 def compared(whole: Any, shared: Any, parts: Sequence[Any]) -> Compared:
-    """Compare ``shared``, combined from the results of ``parts``, with the result of the ``whole``.
+    """Compare ``shared``, combined from the results ``parts``, with ``whole``, the result of all the data.
 
     >>> compared({"rmse": 3.0}, {"rmse": 2.0}, [{"rmse": 1.0}, {"rmse": 3.0}]).differing
     [("['rmse']", 2.0, 3.0)]

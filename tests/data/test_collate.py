@@ -130,12 +130,12 @@ def test_worker_processes_pad():
         (
             lambda: pad_collate()([(torch.ones(3, 4), 0), (torch.ones(2, 5), 1)]),
             "the field 0 of a batch: shapes (2, 5) and (3, 4) differ beyond the first dimension, which alone can be padded. Make "
-            "the others equal.",
+            "the other dimensions equal.",
         ),
         (
             lambda: pad_collate()([torch.ones(2, 5), torch.ones(2, 4)]),
             "the samples of a batch: shapes (2, 4) and (2, 5) differ beyond the first dimension, which alone can be padded. Make "
-            "the others equal.",
+            "the other dimensions equal.",
         ),
     ],
 )
