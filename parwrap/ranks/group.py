@@ -144,7 +144,7 @@ def _ranks_of_node(world: World, control: dist.ProcessGroup) -> tuple[int, ...]:
 
 @contextmanager
 def _excepthook_kept() -> Iterator[None]:
-    """Restore ``sys.excepthook``, which torch wraps in each process group. After an error the hook stays, because it names the rank."""
+    """Restore ``sys.excepthook``, which torch wraps for each process group. After an error torch's hook stays: it names the rank."""
     before = sys.excepthook
     yield
     if getattr(sys.excepthook, "__module__", None) == dist.distributed_c10d.__name__:  # else the user's own

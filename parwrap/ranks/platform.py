@@ -53,7 +53,7 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 """The signal that ends a process at once. On Windows, ``os.kill`` does so with every number."""
 
 OPEN_OWN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-"""Flags with which parwrap opens its own files: no link, not for other programs, and unchanged bytes."""
+"""Flags with which parwrap opens its own files: they follow no link, other programs do not inherit them, and bytes stay unchanged."""
 
 
 def known_signals(*names: str) -> set[signal.Signals]:
@@ -161,7 +161,7 @@ if sys.platform == "win32":
             time.sleep(0.005)
 
     def unlock(descriptor: int) -> None:
-        """Nothing: closing the file releases the lock, and no forked process has it."""
+        """Do nothing: closing the file releases the lock, and no forked process has the file."""
 
     def lock_for_process(descriptor: int) -> None:
         lock(descriptor)
@@ -174,7 +174,7 @@ else:
     import fcntl
 
     def lock(descriptor: int, shared: bool = False, wait: bool = True) -> None:
-        """Lock an open file until all processes that have it have closed it.
+        """Lock an open file until all processes that have it open have closed it.
 
         Raises:
             OSError: another process has locked it, and this one does not ``wait``.
@@ -186,7 +186,7 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def lock_for_process(descriptor: int) -> None:
-        """Lock an open file until this process unlocks it or ends, whichever processes it has forked."""
+        """Lock an open file until this process unlocks it or ends. Processes that it forks do not hold the lock."""
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
 
     def unlock_for_process(descriptor: int) -> None:

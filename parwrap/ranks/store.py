@@ -36,7 +36,7 @@ class SignedStore:
     Args:
         store: torch's store.
         prefix: what the keys begin with. The signature covers it: a value that was signed for another prefix is refused.
-        secret: the secret of the job; by default that of the environment. A job with the same secret accepts its values.
+        secret: the secret of the job; by default that of the environment. Another job with the same secret accepts the values of this one.
 
     >>> from torch.distributed import HashStore
     >>> signed = SignedStore(HashStore(), "start 0", secret="s3cret")

@@ -17,7 +17,7 @@ from parwrap.ranks.launchers import LAUNCHERS, NODE_VARIABLES, Launcher, node_of
 __all__ = ["INIT_METHOD", "IN_SCRATCH", "ONE_NODE", "World", "detect", "launch_variables"]
 
 INIT_METHOD = "PARWRAP_INIT_METHOD"
-"""The rendezvous as a URL for ``init_process_group``, if the user sets it."""
+"""The variable with the rendezvous as a URL for ``init_process_group``, which parwrap's launcher or the user sets."""
 
 IN_SCRATCH = "PARWRAP_IN_SCRATCH"
 """The environment variable that is 1 if rank 0 writes to scratch too, so that the launch changes no file of the user."""
@@ -28,10 +28,10 @@ ONE_NODE = "parwrap"
 BY_HAND = "set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right values, or PARWRAP_WORLD_SIZE=1 to run on one rank"
 
 _TELLING = frozenset(name for row in LAUNCHERS for names in (row.rank, row.size, row.local_rank) for name in names) | NODE_VARIABLES
-"""A launcher sets at least one of these variables."""
+"""Every launcher sets at least one of these variables."""
 
 PORTS = range(25000, 32000)
-"""The base of derived ports: below the ports that systems assign, and different from those that other tools derive."""
+"""The range of derived ports: below the ports that systems assign, and different from those that other tools derive."""
 
 
 @dataclass(frozen=True)
