@@ -50,23 +50,26 @@ MODULES = frozenset(
 TORCHS_SIGNALS = known_signals("SIGCHLD")
 """The signals that torch handles from the first ``DataLoader`` with workers on."""
 
-Namespace = dict[str, Any]
-
 
 class State:
     """The state of this process.
 
+    Args:
+        module: the name of the test's module, in which patches also replace imported names.
+
     Attributes:
-        modules: the callables of modules by name, which must stay the identical objects.
-        classes: the attributes of classes by name, likewise; no callable may be added.
+        modules: the names in each module, and a copy: callables must stay the identical objects.
+        classes: the attributes of each class, and a copy: they must stay the identical objects, and no callable may be added.
+        objects: other objects by name, which must stay the identical ones.
         values: other facts by name, which must stay equal. Of a fact that is a dict, each entry is compared and reported by itself.
         threads: the running threads.
     """
 
     def __init__(self, module: str) -> None:
-        """Look at the state; ``module`` is the name of the test's module, in which patches also replace imported names."""
-        self.modules = dict(_modules(module))
-        self.classes = dict(_classes(self.modules))
+        modules = [(name, vars(each)) for name, each in [*sys.modules.items()] if _is_compared(name, each, module)]
+        self.modules = [(name, names, names.copy()) for name, names in modules]
+        self.classes = [(name, names, dict(names)) for each in modules for name, names in _classes(*each)]
+        self.objects = dict(_objects())
         self.values = dict(_values())
         self.threads = set(threading.enumerate())
 
@@ -78,8 +81,8 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def differences(before: State, module: str) -> list[str]:
-    """What is different from ``before``, in words; empty if the test in ``module`` has left everything as it was."""
+def differences(before: State) -> list[str]:
+    """What is different from ``before``, in words; empty if the test has left everything as it was."""
     deadline = time.monotonic() + PATIENCE
     left = [thread for thread in threading.enumerate() if thread not in before.threads and not isinstance(thread, threading._DummyThread)]
     for thread in left:
@@ -88,25 +91,28 @@ def differences(before: State, module: str) -> list[str]:
         time.sleep(0.01)
     found = [f"the thread {thread.name!r}" for thread in left if thread.is_alive()]
     found += [f"the process {process.name!r}" for process in multiprocessing.active_children()]
-    after = State(module)
+    now = dict(_values())
     for name, value in before.values.items():
-        found += _unequal(name, value, after.values[name])
-    for owner, names in before.modules.items():
-        found += _replaced(owner, names, after.modules.get(owner, names))  # a module may be unloaded
-    for owner, names in before.classes.items():
-        now = after.classes.get(owner, names)
-        found += _replaced(owner, names, now)
-        if names.keys() != now.keys():
-            found += [f"{owner}.{name}" for name, value in now.items() if name not in names and callable(value) and not _hooked(value)]
+        found += _unequal(name, value, now[name])
+    for owner, names, copy in before.modules:
+        if not _identical(names, copy):
+            found += [f"{owner}.{name}" for name in _replaced(names, copy) if callable(copy[name])]
+    for owner, attributes, copy in before.classes:
+        if not _identical(attributes, copy):
+            added = [name for name, value in attributes.items() if name not in copy and callable(value) and not _hooked(value)]
+            found += [f"{owner}.{name}" for name in [*_replaced(attributes, copy), *added]]
+    objects = dict(_objects())
+    found += [name for name, each in before.objects.items() if objects.get(name) is not each]
     return found
 
 
-def _replaced(owner: str, before: Namespace, after: Namespace) -> Iterator[str]:
-    if len(before) == len(after) and all(map(is_, before.values(), after.values())) and [*before] == [*after]:
-        return  # nearly always, for each of a thousand classes
-    for name, value in before.items():
-        if name not in after or (after[name] is not value and not _hooked(after[name])):
-            yield f"{owner}.{name}"
+def _identical(names: Mapping[str, Any], copy: Mapping[str, Any]) -> bool:
+    """Whether both have the same names and objects, in the same order: nearly always, for each of a thousand classes."""
+    return len(names) == len(copy) and all(map(is_, names.values(), copy.values())) and [*names] == [*copy]
+
+
+def _replaced(names: Mapping[str, Any], copy: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in copy.items() if name not in names or (names[name] is not value and not _hooked(names[name]))]
 
 
 def _hooked(value: Any) -> bool:
@@ -124,21 +130,24 @@ def _unequal(name: str, before: Any, after: Any) -> Iterator[str]:
         yield f"{name} ({shortened(repr(before), 80)} before, {shortened(repr(after), 80)} now)"
 
 
-def _modules(module: str) -> Iterator[tuple[str, Namespace]]:
-    for name in [*sys.modules]:
-        if (name in MODULES or name == module or name.startswith(PACKAGES)) and isinstance(found := sys.modules[name], ModuleType):
-            yield name, {each: value for each, value in vars(found).items() if callable(value)}
-    yield "the stream sys", {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
+def _is_compared(name: str, loaded: Any, module: str) -> bool:
+    return (name in MODULES or name == module or name.startswith(PACKAGES)) and isinstance(loaded, ModuleType)
+
+
+def _classes(module: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The attributes of the classes that a module defines."""
+    for name, value in names.items():
+        if issubclass(type(value), type) and value.__module__ == module:  # isinstance would run code of an object that poses as another
+            yield f"{module}.{name}", vars(value)
+
+
+def _objects() -> Iterator[tuple[str, Any]]:
+    for name in ("stdin", "stdout", "stderr"):
+        yield f"the stream sys.{name}", getattr(sys, name)
     if (group := current()) is not None:
-        yield "group.current()", {"itself": group, **vars(group)}
-
-
-def _classes(modules: Mapping[str, Namespace]) -> Iterator[tuple[str, Namespace]]:
-    """The classes that the ``modules`` define."""
-    for module, names in modules.items():
-        for name, value in names.items():
-            if isinstance(value, type) and value.__module__ == module:
-                yield f"{module}.{name}", vars(value).copy()
+        yield "group.current()", group
+        for name, value in vars(group).items():
+            yield f"group.current().{name}", value
 
 
 def _values() -> Iterator[tuple[str, Any]]:

@@ -192,10 +192,9 @@ def _tested(setup: RankSetup, task: Task, config: pytest.Config) -> Report:
             before = None if task.last else State(test.__module__)
             with opened(arguments, config, setup.rank) as values:
                 test(**values)
-            module = test.__module__
             del test, arguments, values  # what they hold may run threads
             gc.collect()
-            found = differences(before, module) if before else []
+            found = differences(before) if before else []
     except BaseException as error:
         return _report(setup.rank, error, config)
     if found:
