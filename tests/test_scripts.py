@@ -48,8 +48,10 @@ SLOW = {
     *("files_by_listdir", "fresh_subset_each_epoch", "gan", "gradient_accumulation", "keep_last_three", "labels_from_set", "layer_drop"),
     *("own_ddp_branch", "own_distributed_sampler", "pytorch_quickstart", "reinforce", "sparse_embedding", "trainer_class", "wgan_gp"),
     *("csv_log_and_figures", "tensorboard_writer", "workers_with_augmentation", "zipped_loaders"),
+    *("break_in_epoch", "cast_and_grown", "checkpointing_reentrant", "frozen_and_unused", "random_split", "reduce_on_plateau"),
+    *("tied_weights", "weighted_sampler"),
 }
-"""They train longest, and what they use has tests of its own."""
+"""They train longest, or what they use has tests of its own."""
 
 ON_ONE_RANK = {
     "batchnorm_dropout": "draws in passes, and statistics that are shared",

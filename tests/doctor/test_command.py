@@ -15,6 +15,7 @@ import pytest
 from parwrap.doctor import __main__ as command
 from parwrap.doctor.facts import Examination
 from parwrap.doctor.findings import Finding
+from parwrap.launching.reexec import FOR_RANKS
 
 ROOT = Path(__file__).parents[2]
 WITHIN = 60
@@ -62,6 +63,17 @@ def doctor(tmp_path):
 
 
 @pytest.fixture
+def warm_doctor(warm_python, tmp_path):
+    """Run a module on which the doctor is called; gives exit code, stdout and stderr."""
+
+    def run(*command, **variables):
+        ended = warm_python.run(*command, cwd=tmp_path, environ={**warm_python.environ, **FOR_RANKS, "TMPDIR": str(tmp_path), **variables})
+        return ended[1:]
+
+    return run
+
+
+@pytest.fixture
 def as_rank():
     """The variables of one of two ranks that meet at a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -86,8 +98,8 @@ def keys_of(kind):
                 yield from keys_of(inner)
 
 
-def test_alone_as_json_with_launch_variables_half_set(doctor, tmp_path):
-    code, stdout, stderr = ended(doctor("-m", "parwrap.doctor", "--json", RANK="1"))
+def test_alone_as_json_with_launch_variables_half_set(warm_doctor, tmp_path):
+    code, stdout, stderr = warm_doctor("parwrap.doctor", "--json", RANK="1")
     printed = json.loads(stdout)
     (half_set,) = [finding for finding in printed["findings"] if "RANK is set but" in finding["problem"]]
     test = printed["self_test"]
@@ -102,16 +114,17 @@ def test_alone_as_json_with_launch_variables_half_set(doctor, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_report_that_cannot_be_written_is_one_line():
-    with open("/dev/full", "w") as full:
-        run = subprocess.run([sys.executable, "-m", "parwrap.doctor"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=WITHIN)
+def test_a_report_that_cannot_be_written_is_one_line(warm_python, tmp_path):
+    with open("/dev/full", "w") as full, open(tmp_path / "stderr", "w") as stderr:
+        streams = (full.fileno(), full.fileno(), stderr.fileno())
+        status = warm_python.wait(warm_python.start("parwrap.doctor", streams=streams, cwd=tmp_path))
 
     expected = "parwrap.doctor: the report cannot be written: No space left on device. Free some space, or write it elsewhere.\n"
-    assert (2, expected) == (run.returncode, run.stderr)
+    assert (2, expected) == (status, (tmp_path / "stderr").read_text())
 
 
-def test_under_a_launcher_ranks_are_examined_together_and_one_prints(doctor):
-    code, stdout, stderr = ended(doctor("-m", "parwrap.run", "--nproc-per-node", "2", "-m", "parwrap.doctor"))
+def test_under_a_launcher_ranks_are_examined_together_and_one_prints(warm_doctor):
+    code, stdout, stderr = warm_doctor("parwrap.run", "--nproc-per-node", "2", "-m", "parwrap.doctor")
 
     assert "" == stderr
     assert int("\nproblem " in stdout) == code

@@ -80,12 +80,17 @@ def raising(error, on):
     "error",
     [
         Picky("no", detail="why"),
-        Picky("no", detail=lambda: "why"),
-        Local("local"),
         OSError(2, "no file"),
-        TimeoutError("late"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
-        ModuleNotFoundError("no module", name="none"),
+        *(
+            pytest.param(error, marks=pytest.mark.slow)
+            for error in (
+                Picky("no", detail=lambda: "why"),
+                Local("local"),
+                TimeoutError("late"),
+                UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+                ModuleNotFoundError("no module", name="none"),
+            )
+        ),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -165,7 +170,7 @@ def test_a_rank_that_ends_without_a_report_is_named(end, text):
         parwrap.launch(function, nprocs=2)
 
 
-@pytest.mark.parametrize("handler", ["ignored", "reaps"])
+@pytest.mark.parametrize("handler", [pytest.param("ignored", marks=pytest.mark.slow), "reaps"])
 def test_a_caller_that_ignores_sigchld_or_waits_for_all_children(handler):
     def reaps(number, frame):
         with suppress(ChildProcessError):
