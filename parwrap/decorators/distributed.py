@@ -263,12 +263,13 @@ def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 def open_passes() -> Passes | None:
     """The open passes; ``None`` outside of ``distributed``, on one rank, and if the script distributes itself."""
-    return None if _scope is None else _scope.passes
+    loop = open_loop()
+    return None if loop is None else loop.passes
 
 
 def open_loop() -> Loop | None:
     """What the running loop has done so far; ``None`` in the same cases as :func:`open_passes`."""
-    return None if _scope is None or _scope.strategy is None else _scope.strategy.loop
+    return None if _scope is None else _scope.loop
 
 
 @contextmanager
@@ -299,10 +300,10 @@ def evaluating(divides: bool) -> Iterator[Callable[[], None]]:
     Yields:
         a function to call when a pass begins, on all ranks.
     """
-    if _scope is None or _scope.passes is None or _scope.strategy is None:
+    if _scope is None or (strategy := _scope.strategy) is None:
         yield lambda: None
         return
-    passes, strategy, opened = _scope.passes, _scope.strategy, Pass(trains=False, shared=divides, place=script_place())
+    passes, opened = strategy.loop.passes, Pass(trains=False, shared=divides, place=script_place())
     passes.begin(opened)
     try:
         with same_draws():
@@ -373,7 +374,6 @@ class _Scope(Interceptor):
 
     Attributes:
         strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
-        passes: the open passes; ``None`` in the same cases as ``strategy``.
     """
 
     def __init__(
@@ -383,10 +383,13 @@ class _Scope(Interceptor):
         self._undo, self._training = ExitStack(), ExitStack()
         self._reading: list[Interceptor] = []
         self.strategy: Strategy | None = None
-        self.passes: Passes | None = None
-        self._same_step: SameStep | None = None
         self._interrupts: Interrupts | None = None
         self._warnings: list[str] = []
+
+    @property
+    def loop(self) -> Loop | None:
+        """What the running loop has done so far; ``None`` in the same cases as ``strategy``."""
+        return None if self.strategy is None else self.strategy.loop
 
     @contextmanager
     def entered(self, call: Call, script: _Script | None) -> Iterator[None]:
@@ -399,10 +402,10 @@ class _Scope(Interceptor):
             if self._whole is not None:
                 output = self._undo.enter_context(output_of(self._whole.world.rank, log, heard))
                 check_wait = None
-                if self._group is not None and self._same_step is not None and self._interrupts is not None:
-                    report = functools.partial(_report, self._whole.world.rank, output)
-                    self._undo.enter_context(watched(self._group, self._same_step.positions, self._interrupts, report))
-                    check_wait = self._same_step.positions.check_wait
+                if self.loop is not None and self._interrupts is not None:
+                    report, positions = functools.partial(_report, self._whole.world.rank, output), self.loop.same_step.positions
+                    self._undo.enter_context(watched(self.loop.group, positions, self._interrupts, report))
+                    check_wait = positions.check_wait
                 self._undo.enter_context(refusing_exec(self._whole.world.size))
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
                 if hidden:
@@ -425,31 +428,33 @@ class _Scope(Interceptor):
 
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Tell the other ranks of the node about an error that leaves the scope."""
-        if error is not None and is_failure(error) and self._same_step is not None:
-            self._same_step.positions.raised(error)
+        if error is not None and is_failure(error) and self.loop is not None:
+            self.loop.same_step.positions.raised(error)
 
     def part(self) -> int | None:
         """The number of samples in this rank's part of a batch, if batches are divided."""
-        return self.passes.samples if self.passes is not None and self._options.batch == "global" else None
+        return self.loop.passes.samples if self.loop is not None and self._options.batch == "global" else None
 
     def _end(self, returns: bool, quiet: bool) -> None:
         """End together with the other ranks, and say what was trained; not after an interrupt, which a script may have caught on some
         ranks only."""
         if self._server is not None:
             self._server.serve()
-        if self._group is None or self._same_step is None or self.strategy is None:
+        if (strategy := self.strategy) is None:
             return
         if self._interrupts is None or not self._interrupts.raised:
-            self._same_step.end()
-            self.strategy.end()
-            steps, together = self.strategy.loop.optimizers.steps, self.strategy.together and self._whole is self._group
+            loop = strategy.loop
+            group, passes = loop.group, loop.passes
+            loop.same_step.end()
+            strategy.end()
             line = None
-            if together and not quiet and self.passes is not None:
-                line = summary(self._group, self.passes.clock, steps, len(self._warnings)) or _whole_work(self.passes, self._group)
+            if strategy.together and self._whole is group and not quiet:
+                steps = loop.optimizers.steps
+                line = summary(group, passes.clock, steps, len(self._warnings)) or _whole_work(passes, group)
             if returns:  # a script's process ends
-                self.strategy.make_whole()
-            if self.strategy.together:
-                self._same_step.positions.end(self._group.timeout.total_seconds())
+                strategy.make_whole()
+            if strategy.together:
+                loop.same_step.positions.end(group.timeout.total_seconds())
             if line is not None:
                 say(line)
 
@@ -492,7 +497,6 @@ class _Scope(Interceptor):
             pipelines = Pipelines(*reading)
             self._undo.callback(pipelines.close)
             self._undo.enter_context(intercepting_pipelines(pipelines))
-        self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
@@ -505,7 +509,7 @@ class _Scope(Interceptor):
         self._training.close()
         if self._interrupts is not None:
             self._interrupts.put_back()
-        self.strategy = self.passes = self._same_step = self._server = None
+        self.strategy = self._server = None
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -520,10 +524,10 @@ class _Scope(Interceptor):
                         "the outermost @distributed or to parwrap.run."
                     )
         if given.get("seed") is not None:
-            with self.passes.streams.used(random_streams.NONE) if self.passes else nullcontext():
+            with self.loop.passes.streams.used(random_streams.NONE) if self.loop else nullcontext():
                 seed_all(given["seed"])
         adjusts = self._group is not None and before.lr == "keep" != after.lr
-        drawing = self.passes.drawing(given["draws"]) if self.passes and "draws" in given else nullcontext()
+        drawing = self.loop.passes.drawing(given["draws"]) if self.loop and "draws" in given else nullcontext()
         self._options = after
         try:
             with drawing, learning_rates_times(self._lr_factor) if adjusts else nullcontext():
@@ -536,7 +540,7 @@ class _Scope(Interceptor):
 
     def distributes_itself(self, what: str) -> None:
         """Remove all interceptors, because the script distributes itself."""
-        self.strategy = self.passes = self._same_step = None
+        self.strategy = None
         self._undo.close()
         if what == "init_process_group":
             self._leave_group()
