@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +15,7 @@ from parwrap.errors import LockstepError
 from parwrap.places import script_place
 from parwrap.ranks.group import Group
 
-__all__ = ["agree", "agree_on", "first_other", "home"]
+__all__ = ["agree", "agree_on", "first_difference", "first_other", "home"]
 
 CPU = torch.device("cpu")
 
@@ -76,6 +77,20 @@ def first_other(all_ranks: Sequence[Any]) -> tuple[int, Any]:
     (2, 'b')
     """
     return next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+
+
+def first_difference(all_ranks: Sequence[Sequence[Any]], show: Callable[[Any], str]) -> tuple[int, str, int, str]:
+    """How the list of a rank differs from that of rank 0: the place of the first such entry, rank 0's, the rank, and the rank's entry.
+
+    The entries are as ``show`` words them, or ``"none"`` after the end of a list.
+
+    >>> first_difference([["a"], ["a"], ["a", "b"]], repr)
+    (1, 'none', 2, "'b'")
+    """
+    rank, other = first_other(all_ranks)
+    pairs = enumerate(zip_longest(all_ranks[0], other))
+    at, (mine, theirs) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    return at, "none" if mine is None else show(mine), rank, "none" if theirs is None else show(theirs)
 
 
 def home(group: Group) -> torch.device:

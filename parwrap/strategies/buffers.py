@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 
 from parwrap.errors import RankMismatchError
-from parwrap.ranks.agreement import agree_on, first_other
+from parwrap.ranks.agreement import agree_on, first_difference
 from parwrap.ranks.group import Group, is_on_one_rank
 from parwrap.torch_private.modules import NormBase, registered_buffers
 from parwrap.torch_private.tensors import version_of
@@ -193,19 +193,9 @@ def _differ(kind: str, all_ranks: list[dict[int, Any]]) -> Exception | None:
     for number in set(all_ranks[0]).intersection(*all_ranks):
         shapes = [each[number] for each in all_ranks]
         if any(each != shapes[0] for each in shapes):
-            rank, theirs = first_other(shapes)
-            return _difference(kind, shapes[0], rank, theirs)
+            _, mine, rank, theirs = first_difference(shapes, lambda each: "{}, {} of shape {},".format(*each))
+            return RankMismatchError(
+                f"the buffers to send differ between ranks: {mine} on rank 0 and {theirs} on rank {rank} ({kind}). Put the same modules "
+                "in eval mode on every rank. Put what only rank 0 does into a function decorated with @parwrap.rank_zero_only."
+            )
     return None
-
-
-def _difference(kind: str, mine: list[Any], rank: int, theirs: list[Any]) -> Exception:
-    if len(mine) != len(theirs):
-        differ = f"{len(mine)} on rank 0 and {len(theirs)} on rank {rank}"
-    else:
-        pair = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-        one, other = (f"{name}, {dtype} of shape {shape}," for name, dtype, shape in pair)
-        differ = f"{one} on rank 0 and {other} on rank {rank}"
-    return RankMismatchError(
-        f"the buffers to send differ between ranks: {differ} ({kind}). Put the same modules in eval mode on every rank. Put what only "
-        "rank 0 does into a function decorated with @parwrap.rank_zero_only."
-    )

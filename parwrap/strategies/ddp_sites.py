@@ -25,7 +25,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.places import Place, call_site, script_place, warn
-from parwrap.ranks.agreement import agree, first_other
+from parwrap.ranks.agreement import agree, first_difference
 from parwrap.ranks.group import Group
 from parwrap.strategies.compression import compressing
 from parwrap.strategies.ddp_averager import GradientAverager, average_now
@@ -303,14 +303,9 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
 
 
 def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
-    rank, theirs = first_other(all_ranks)
-    mine = all_ranks[0]
-    if len(mine) != len(theirs):
-        differ = f"{len(mine)} parameters on rank 0 and {len(theirs)} on rank {rank}"
-    else:
-        first = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-        differ = f"a parameter of shape {mine[first][0]} on rank 0 and of shape {theirs[first][0]} on rank {rank}"
+    _, mine, rank, theirs = first_difference(all_ranks, lambda each: f"one of shape {each[0]} and {each[1]}")
     return RankMismatchError(
-        f"the ranks train different parameters in a backward: {differ}. Only gradients of parameters that all ranks train can be averaged. "
-        "Build the same model on every rank, outside of training passes or inside `with parwrap.same_draws():`."
+        f"the ranks train different parameters in a backward: {mine} on rank 0 and {theirs} on rank {rank}. Only gradients "
+        "of parameters that all ranks train can be averaged. Build the same model on every rank, outside of training passes or inside "
+        "`with parwrap.same_draws():`."
     )

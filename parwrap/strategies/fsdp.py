@@ -25,7 +25,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.intercepted_calls import Backward, Clip
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place
-from parwrap.ranks.agreement import agree, agree_on, first_other
+from parwrap.ranks.agreement import agree, agree_on, first_difference
 from parwrap.ranks.group import is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
@@ -132,9 +132,7 @@ class FSDP(DDP):
         place, mine = script_place(), [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
 
         def error(all_ranks: list[Any]) -> Exception:
-            rank, theirs = first_other(all_ranks)
-            pairs = zip([*all_ranks[0], "nothing"], [*theirs, "nothing"], strict=False)
-            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            _, first, rank, other = first_difference(all_ranks, str)
             return RankMismatchError(
                 f"the ranks shard different parameters of a {kind} at {place}: {first} on rank 0 and {other} on rank {rank}. Build the "
                 "same model and optimizer on every rank, outside of training passes or inside `with parwrap.same_draws():`."

@@ -26,7 +26,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
 from parwrap.places import script_place
-from parwrap.ranks.agreement import agree_on, first_other
+from parwrap.ranks.agreement import agree_on, first_difference
 from parwrap.ranks.group import Group, is_alone
 from parwrap.strategies.buffers import Buffers
 
@@ -64,9 +64,7 @@ def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:
     >>> differing_parameter([[((2,), "torch.float32")], []])
     'parameter 0 of their optimizers differs: rank 0 has one of shape (2,) and torch.float32, and rank 1 has none'
     """
-    rank, other = first_other(all_ranks)
-    at = next((at for at, (a, b) in enumerate(zip(all_ranks[0], other, strict=False)) if a != b), min(len(all_ranks[0]), len(other)))
-    mine, theirs = (f"one of shape {tuple(each[at][0])} and {each[at][1]}" if at < len(each) else "none" for each in (all_ranks[0], other))
+    at, mine, rank, theirs = first_difference(all_ranks, lambda each: f"one of shape {tuple(each[0])} and {each[1]}")
     return f"parameter {at} of their optimizers differs: rank 0 has {mine}, and rank {rank} has {theirs}"
 
 

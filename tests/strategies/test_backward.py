@@ -427,7 +427,7 @@ class Codebook(nn.Module):
 @pytest.mark.parametrize(
     ("widths", "text"),
     [
-        ([3, 3], r"differ between ranks: 3 on rank 0 and 6 on rank 1 \(sending rank 0's buffers"),
+        ([3, 3], r"differ between ranks: none on rank 0 and running_mean, torch.float32 of shape \(3,\), on rank 1 \(sending"),
         ([4], r": running_mean, torch.float32 of shape \(3,\), on rank 0 and running_mean, torch.float32 of shape \(4,\), on rank 1"),
     ],
 )
@@ -547,7 +547,7 @@ def test_ranks_that_train_different_models_are_an_error():
         model, _ = model_and_optimizer(lambda: nn.Linear(3, 1 + rank()))
         model(torch.ones(1, 3)).sum().backward()
 
-    text = r"the ranks train different parameters in a backward: a parameter of shape \(1, 3\) on rank 0 and of shape \(2, 3\) on rank 1"
+    text = r"the ranks train different parameters in a backward: one of shape \(1, 3\) .* on rank 0 and one of shape \(2, 3\)"
     with pytest.raises(parwrap.RankMismatchError, match=text):
         distributed(run)
 
