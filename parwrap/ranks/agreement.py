@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -67,7 +66,7 @@ def agree(
 
 def agree_on(group: Group, kind: str, value: object, error: Callable[[list[Any]], Exception | None]) -> list[Any] | None:
     """:func:`agree` on a ``value`` that pickles, and whose ``repr`` is equal on ranks that agree."""
-    return agree(group, kind, crc32(repr(value).encode()), lambda: value, error)
+    return agree(group, kind, _number(repr(value)), lambda: value, error)
 
 
 def first_other(all_ranks: Sequence[Any]) -> tuple[int, Any]:
@@ -99,7 +98,7 @@ def home(group: Group) -> torch.device:
 
 
 def _number(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") % (1 << BITS)
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little") % (1 << BITS)
 
 
 def _different_kinds(everyone: list[tuple[str, str, Any]]) -> str:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from parwrap.errors import RankMismatchError, UsageError, counted
-from parwrap.ranks.agreement import agree, first_other, home
+from parwrap.ranks.agreement import agree, agree_on, first_other, home
 from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
-from parwrap.ranks.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
+from parwrap.ranks.structures import Structure, described, difference, mapped, mixed_dtypes, number_dtype
 from parwrap.ranks.world import detect
 
 __all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
@@ -250,7 +250,7 @@ def _common_dtypes(name: str, structure: Structure, group: Group) -> list[torch.
             return None
         return RankMismatchError(f"parwrap.{name}() got different structures on different ranks: {different}. {ALIKE}")
 
-    structures = agree(group, f"parwrap.{name}", digest(structure), lambda: structure, error)
+    structures = agree_on(group, f"parwrap.{name}", structure, error)
     return mixed_dtypes(structure, structures) if structures else []
 
 

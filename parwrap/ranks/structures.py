@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import blake2b
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
+__all__ = ["Structure", "described", "difference", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
 
 MOST_NAMED = 3
 """The most differences that an error names."""
@@ -103,11 +102,6 @@ def described(x: Any) -> Structure:
 
     enter(x, "")
     return structure
-
-
-def digest(structure: Structure) -> int:
-    """A nonzero 64-bit digest of ``structure``."""
-    return int.from_bytes(blake2b(repr(structure).encode(errors="replace"), digest_size=8).digest(), "little", signed=True) or 1
 
 
 def number_dtype(x: Any) -> torch.dtype | None:
