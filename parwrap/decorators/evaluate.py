@@ -10,7 +10,6 @@ import functools
 import inspect
 import io
 import os
-import pickle
 import sys
 import tempfile
 import warnings
@@ -31,6 +30,7 @@ from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.inventory import named
 from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
 from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line, shortened
+from parwrap.inline.remote_exception import can_pickle
 from parwrap.inline.returned import attributes_of, is_of_script
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
@@ -199,7 +199,7 @@ class _JointCall:
         Raises:
             _FailedError: on all ranks, if one of them passes an ``error``.
         """
-        gathered = gather((mine, None if error is None else in_one_line(error), _sendable(error)))
+        gathered = gather((mine, None if error is None else in_one_line(error), error if can_pickle(error) else None))
         failed = next(((rank, text, sent) for rank, (_, text, sent) in enumerate(gathered) if text is not None), None)
         if failed is None:
             return [each for each, _, _ in gathered]
@@ -208,7 +208,7 @@ class _JointCall:
             error = RankMismatchError(
                 f"rank {rank} failed with {text} in {self.name}, which all ranks evaluate together. Mend the error of that rank."
             )
-            if sent is not None:
+            if sent is not None:  # a script that catches the error stays in lockstep
                 sent.__cause__, error = error, sent
         raise _FailedError(error, f"rank {rank} failed with {text}")
 
@@ -238,14 +238,6 @@ class _FailedError(Exception):
     def __init__(self, error: Exception, text: str) -> None:
         super().__init__(text)
         self.error, self.text = error, text
-
-
-def _sendable(error: Exception | None) -> Exception | None:
-    """``error`` if it pickles, else ``None``. If all ranks raise the same error, a script that catches it stays in lockstep."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return None
 
 
 _running: list[Evaluation] = []

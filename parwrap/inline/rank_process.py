@@ -7,7 +7,6 @@ a fork in a process that has used several threads.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import struct
 import time
@@ -124,7 +123,7 @@ class _Reports:
         self.failed = True
         when = time.monotonic()
         packed = BytesIO()
-        self.callers.pack(RemoteException.of(error, _script_part(error.__traceback__), _can_pickle), packed)
+        self.callers.pack(RemoteException.of(error, _script_part(error.__traceback__)), packed)
         self._file.write(packed.getbuffer())
         self.send(when)
 
@@ -213,14 +212,6 @@ def _ignore_signals() -> None:
     """Ignore the signals that end a rank, so that this rank finishes even if another rank fails."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _can_pickle(thing: Any) -> bool:
-    try:
-        pickle.loads(pickle.dumps(thing))
-    except Exception:
-        return False
-    return True
 
 
 def _script_part(traceback: TracebackType | None) -> TracebackType | None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["RemoteException", "RemoteTraceback"]
+__all__ = ["RemoteException", "RemoteTraceback", "can_pickle"]
 
 MEMBERS = ("errno", "strerror", "filename", "filename2", "name", "path")
 GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+
+
+def can_pickle(thing: Any) -> bool:
+    """Whether ``thing`` can be sent to another process.
+
+    >>> can_pickle(ValueError("no")), can_pickle(lambda: 0)
+    (True, False)
+    """
+    try:
+        pickle.loads(pickle.dumps(thing))
+    except Exception:
+        return False
+    return True
 
 
 class RemoteTraceback(Exception):
@@ -42,15 +55,15 @@ class RemoteException(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> RemoteException:
+    def of(cls, error: BaseException, outermost: TracebackType | None) -> RemoteException:
         """Take ``error`` apart into parts that can be pickled; the traceback begins at ``outermost``."""
-        kind = next(each for each in type(error).__mro__ if can_pack(each))
+        kind = next(each for each in type(error).__mro__ if can_pickle(each))
         name = type(error).__qualname__
-        args = tuple(each if can_pack(each) else repr(each) for each in error.args)
-        attributes = {name: each if can_pack(each) else repr(each) for name, each in vars(error).items()}
+        args = tuple(each if can_pickle(each) else repr(each) for each in error.args)
+        attributes = {name: each if can_pickle(each) else repr(each) for name, each in vars(error).items()}
         names = MEMBERS if isinstance(error, (OSError, ImportError)) else ()
-        members = {name: value for name in names if (value := getattr(error, name, None)) is not None and can_pack(value)}
-        grouped = tuple(cls.of(each, None, can_pack) for each in error.exceptions) if isinstance(error, GROUP) else ()
+        members = {name: value for name in names if (value := getattr(error, name, None)) is not None and can_pickle(value)}
+        grouped = tuple(cls.of(each, None) for each in error.exceptions) if isinstance(error, GROUP) else ()
         text = "".join(traceback.format_exception(type(error), error, outermost)).rstrip()
         return cls(kind, name, args, attributes, members, grouped, text)
 
