@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "begin_here", "call_site", "from_script", "is_installed", "is_ours", "is_standard", "script_place", "warn"]
+__all__ = [
+    *("Place", "begin_here", "call_site", "from_script", "is_installed", "is_ours", "is_standard", "module_name", "outside_of"),
+    *("script_place", "warn"),
+]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
@@ -128,6 +131,18 @@ def from_script(frame: FrameType | None) -> bool:
     return True
 
 
+def outside_of(frame: FrameType | None, *packages: str) -> FrameType | None:
+    """The innermost frame around ``frame``, or ``frame`` itself, that runs a module of none of ``packages``."""
+    while frame is not None and module_name(frame).partition(".")[0] in packages:
+        frame = frame.f_back
+    return frame
+
+
+def module_name(frame: FrameType) -> str:
+    """The name of the module that ``frame`` runs, or an empty text."""
+    return frame.f_globals.get("__name__") or ""
+
+
 @functools.cache
 def is_ours(file: str) -> bool:
     """Whether the source ``file`` belongs to torch or to parwrap."""
@@ -180,5 +195,5 @@ def _is_in_script_directory(file: str) -> bool:
 
 def _in_main_package(frame: FrameType) -> bool:
     """Whether ``frame`` belongs to ``__main__`` or a module of its package: a cell of a notebook, or a package that ``python -m`` runs."""
-    name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
+    name, main = module_name(frame), getattr(sys.modules["__main__"], "__package__", None)
     return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

@@ -17,7 +17,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, ClassVar, TypeVar
 
 from parwrap.errors import UsageError
-from parwrap.places import from_script
+from parwrap.places import from_script, module_name, outside_of
 
 F = TypeVar("F", bound=Callable)
 
@@ -196,19 +196,12 @@ def module_of(function: Callable | None) -> str | None:
     if function is not None:
         return getattr(function, "__module__", None)
     frame = block_frame()
-    return None if frame is None else _module(frame)
+    return None if frame is None else module_name(frame)
 
 
 def block_frame() -> FrameType | None:
     """The frame whose ``with`` block is being entered."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _module(frame).partition(".")[0] in ("contextlib", "parwrap"):
-        frame = frame.f_back
-    return frame
-
-
-def _module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "")
+    return outside_of(sys._getframe(1), "contextlib", "parwrap")
 
 
 def describe(function: Any) -> str:

@@ -9,12 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
 
 from parwrap.errors import UsageError
 from parwrap.intercept.patch import Patch, installed
-from parwrap.places import Place, from_script, script_place, warn
+from parwrap.places import Place, from_script, outside_of, script_place, warn
 
 __all__ = ["only_reads", "refusing_exec", "warn_of_command"]
 
@@ -46,7 +45,7 @@ def warn_of_command(command: Any, size: int, said: set[Place]) -> None:
         size: the number of ranks.
         said: the lines that have caused a warning; this line is added.
     """
-    frame = _outside_parwrap(sys._getframe())
+    frame = outside_of(sys._getframe(), "parwrap", "wrapt")
     if only_reads(command) or not from_script(frame) or (place := script_place(frame)) in said:
         return
     said.add(place)
@@ -104,9 +103,3 @@ def _reads(words: list[str]) -> bool:
         return True
     listing = f"{name} {rest[0]}" in LISTING if rest else False
     return listing and (all(each.startswith("-") for each in rest[1:]) or "--get" in rest)
-
-
-def _outside_parwrap(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("parwrap", "wrapt"):
-        frame = frame.f_back
-    return frame

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from parwrap.places import module_name, outside_of
 from parwrap.ranks.group import is_alone
 from parwrap.ranks.platform import path_of
 
@@ -218,7 +219,5 @@ def is_inside(path: str, folder: str) -> bool:
 
 def _called_by_tempfile() -> bool:
     """Whether the module ``tempfile`` makes the file call that is running, according to the stack."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("parwrap.", "wrapt")):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "tempfile"
+    frame = outside_of(sys._getframe(2), "parwrap", "wrapt")
+    return frame is not None and module_name(frame) == "tempfile"
