@@ -49,14 +49,12 @@ class _Work:
 
     Attributes:
         number: how many optimizers were built before it.
-        at_work: whether it is at work.
         parameters: those that it had when they were last looked at. They are kept, so that no other tensor gets the id of one.
         kinds: their ids, shapes, dtypes and devices.
         version: how often they have changed.
     """
 
     number: int
-    at_work: bool = True
     parameters: list[torch.Tensor] = field(default_factory=list)
     kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
     version: int = 0
@@ -102,8 +100,8 @@ class Optimizers(Interceptor):
 
     def all(self) -> list[Optimizer]:
         """The optimizers at work that the script has not dropped, in the order in which they were built, without those of one batch."""
-        at_work = [(work.number, optimizer) for optimizer, work in self._works.items() if work.at_work]
-        return [optimizer for _, optimizer in sorted(at_work, key=lambda each: each[0])]
+        optimizer_of = {work: optimizer for optimizer, work in self._works.items()}
+        return [optimizer_of[work] for work in self._at_work if work in optimizer_of]
 
     def sets(self) -> list[list[torch.Tensor]]:
         """The parameters of each optimizer at work, also of one that the script has dropped, in the order of building."""
@@ -165,8 +163,6 @@ class Optimizers(Interceptor):
             self._works[optimizer] = work = _Work(self._count)
             self._count += 1
             if self._trained_since_built:  # another training begins
-                for each in self._at_work:
-                    each.at_work = False
                 self._at_work, self._stepped, self._stepped_in_pass = [], [], []
             self._trained_since_built = False
             self._at_work.append(work)
@@ -225,8 +221,7 @@ class Optimizers(Interceptor):
         if optimizer not in self._works:
             self.built(optimizer)
         work = self._works[optimizer]
-        if not work.at_work:
-            work.at_work = True
+        if work not in self._at_work:
             self._at_work = sorted([*self._at_work, work], key=lambda each: each.number)
             self._generation += 1
         self.steps += 1
