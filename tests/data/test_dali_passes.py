@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import parwrap
-from training import Training
+from training import HeldInCycle, Training
 
 
 class Pipe:
@@ -32,13 +32,6 @@ class Batches:
         return 8
 
 
-class Trainer:
-    """Holds its iterator in a cycle."""
-
-    def __init__(self, batches):
-        self.me, self.batches = self, iter(batches)
-
-
 @pytest.mark.ranks(2)
 def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_iterator(monkeypatch):
     module = ModuleType("nvidia.dali.plugin.base_iterator")
@@ -46,7 +39,7 @@ def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_it
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with parwrap.distributed():
         training, batches = Training(), Batches([Pipe()])
-        trainer = Trainer(batches)
+        trainer = HeldInCycle(batches)
         next(trainer.batches)
         del trainer
         training.step()

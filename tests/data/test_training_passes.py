@@ -19,7 +19,7 @@ from drawn_order import DrawnOrder
 from parwrap.data.loaders import shows_share
 from parwrap.data.sources import trains
 from parwrap.errors import UsageError
-from training import Training, everyones, read, samples
+from training import HeldInCycle, Training, everyones, read, samples
 
 SHARE = [[0, 2, 4, 6], [1, 3, 5, 7]]
 WHOLE = list(range(8))
@@ -599,18 +599,11 @@ def test_a_whole_pass_that_is_kept_ends_when_its_loader_begins_another_pass():
         assert [2, 3] == samples(next(kept))
 
 
-class Trainer:
-    """Holds its iterator in a cycle."""
-
-    def __init__(self, loader):
-        self.me, self.batches = self, iter(loader)
-
-
 @pytest.mark.ranks(2)
 def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_loader():
     with parwrap.distributed():
         training, loader = Training(), in_order()
-        trainer = Trainer(loader)  # held, or a collection inside of next() would take it apart and leave the iterator to this thread
+        trainer = HeldInCycle(loader)  # held, or a collection inside of next() would take it apart and leave the iterator to this thread
         next(trainer.batches)
         del trainer
         training.step()

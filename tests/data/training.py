@@ -30,6 +30,13 @@ class Training:
         return seen
 
 
+class HeldInCycle:
+    """Holds an iterator of ``loader`` in a cycle, so that only the garbage collector finds it."""
+
+    def __init__(self, loader) -> None:
+        self.me, self.batches = self, iter(loader)
+
+
 def samples(batch) -> list:
     """The numbers in ``batch``."""
     while isinstance(batch, (list, tuple)) and len(batch) == 1:
