@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parwrap.norm.exchange import Exchange
-from parwrap.norm.kernels import Running, Whole, accumulated, kernels_for
+from parwrap.norm.kernels import Reduced, Running, Whole, accumulated, kernels_for
 
 __all__ = ["BatchNorm", "differentiable", "gradients", "normalize"]
 
@@ -95,7 +95,11 @@ def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, 
     input, weight, bias = of
     kernels = kernels_for(input)
     x, grad = kernels.prepared(input), kernels.prepared(grad)
-    reduced = kernels.reduced(x, grad, weight, whole)
+    if input.numel():
+        reduced = kernels.reduced(x, grad, weight, whole)
+    else:
+        nothing = torch.zeros_like(whole.merged[0])
+        reduced = Reduced(torch.cat([nothing, nothing]), nothing, nothing)
     grad_input = None
     if needed[0]:
         sums = exchange.summed(reduced.sums)

@@ -89,11 +89,8 @@ class _OnCPU:
         return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, whole.eps)[0]
 
     def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
-        """The first half of the backward: this rank's sums, and the gradients of the weight and the bias."""
+        """The first half of the backward for ``x``, which is not empty: this rank's sums, and the gradients of the weight and the bias."""
         mean, var = whole.merged
-        if not x.numel():
-            nothing = torch.zeros_like(mean)
-            return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
         partial, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, _like(weight, x), mean, var, None, None, False, whole.eps, [True, True, True]
         )
@@ -142,9 +139,6 @@ class _OnGPU:
 
     def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
         mean, invstd, _ = whole.merged
-        if not x.numel():
-            nothing = torch.zeros_like(mean)
-            return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
         sum_grad, sum_grad_centered, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
             grad, x, mean, invstd, weight, True, True, True
         )
