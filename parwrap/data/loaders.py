@@ -214,8 +214,7 @@ class Loaders(Sources, Interceptor):
             if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
                 workers_seed += self._rank  # augmentation is each rank's own
             self._read(iteration, loader, opened, workers_seed, may_end_apart)
-            reads_own = training and self._reads_by_python(loader)
-            iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
+            iteration.reading = self._own_streams(loader) if training else random_streams.NONE
         opened.trained_before, opened.whole = self._optimizers.trained, _samples(loader)
         self.go_on(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
@@ -240,10 +239,7 @@ class Loaders(Sources, Interceptor):
         if loader.persistent_workers or hasattr(loader, "state_dict"):
             known.copy = share
         known.trained += 1
-        if dealt:
-            iteration.reading = random_streams.NONE
-        else:
-            iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
+        iteration.reading = random_streams.NONE if dealt else self._own_streams(loader)
 
     def _held(self, loader: DataLoader, known: _Known) -> Held:
         """Hashes of what ``loader`` reads, which the script may have changed since they were computed. All ranks compute them alike."""
@@ -394,9 +390,11 @@ class Loaders(Sources, Interceptor):
     def _drawing(self) -> Any:
         return self._passes.streams.used(random_streams.NONE)
 
-    def _reads_by_python(self, loader: DataLoader) -> bool:
-        """Whether samples are read in this process by code that may draw random numbers; torch's own datasets never do."""
-        return loader.num_workers == 0 and not (loader.collate_fn is default_collate and _draws_nothing(loader.dataset))
+    def _own_streams(self, loader: DataLoader) -> random_streams.Libraries:
+        """The libraries whose own streams are used while samples of a training pass are read: also Python's, if this process reads them
+        with code that may draw random numbers. Torch's own datasets draw none."""
+        draws = loader.num_workers == 0 and not (loader.collate_fn is default_collate and _draws_nothing(loader.dataset))
+        return random_streams.ALL if draws else random_streams.TRAINING
 
     # lengths
 
