@@ -27,7 +27,7 @@ from parwrap.loop.random_streams import get_states, set_states, states_kept
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
 
-__all__ = ["Evaluation", "Reading", "check", "rows_of"]
+__all__ = ["Evaluation", "Reading", "check", "reads_and_calls", "rows_of"]
 
 MOST = 10**7
 """The most batches of one pass. A sampler that yields more counts as endless."""
@@ -172,10 +172,7 @@ class Evaluation(Interceptor):
         if get_worker_info() is not None or is_alone() or self.asleep:
             return original(loader)
         if self.within:
-            raise UsageError(
-                "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result "
-                "already covers all ranks: decorate only one of the two."
-            )
+            raise reads_and_calls()
         _refuse_unreadable(loader)
         self._begins(loader)
         reading = Reading(str(script_place()))
@@ -361,6 +358,14 @@ def _refuse_unreadable(loader: DataLoader) -> None:
 
 def _endless() -> UsageError:
     return UsageError(f"a loader has more than {MOST} batches, and an evaluation reads it to its end: use a sampler that ends.")
+
+
+def reads_and_calls() -> UsageError:
+    """The error of an evaluation that reads a loader and has another evaluation inside it."""
+    return UsageError(
+        "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result already "
+        "covers all ranks: decorate only one of the two."
+    )
 
 
 def _digest(drawn: list) -> str:

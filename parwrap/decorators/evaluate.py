@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from parwrap.data.evaluation_shares import Evaluation, check
+from parwrap.data.evaluation_shares import Evaluation, check, reads_and_calls
 from parwrap.data.merging import REDUCTIONS, Part, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.inventory import named
@@ -247,10 +247,7 @@ _running: list[Evaluation] = []
 def _on_all_ranks(call: _JointCall, trust: _Trust) -> Any:
     if _running:
         if _running[-1].readings:
-            raise UsageError(
-                "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result "
-                "already covers all ranks: decorate only one of the two."
-            )
+            raise reads_and_calls()
         _running[-1].within = True
     lengths = call.lengths()
     asks = trust.asks(lengths)
