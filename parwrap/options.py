@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError
 
-__all__ = ["CHOICES", "Options"]
+__all__ = ["CHOICES", "Options", "check_positive"]
 
 CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
@@ -146,8 +146,7 @@ class Options:
         return getattr(self, name) != getattr(Options, name)
 
     def _check_compression(self) -> None:
-        if not _whole(self.powersgd_rank, 1):
-            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
+        check_positive(powersgd_rank=self.powersgd_rank)
         if self.powersgd_rank == 2:
             raise UsageError(
                 "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients that are matrices of rank "
@@ -160,8 +159,7 @@ class Options:
             )
 
     def _check_local_sgd(self) -> None:
-        if not _whole(self.every, 1):
-            raise UsageError(f"every={self.every!r} is not a positive integer.")
+        check_positive(every=self.every)
         if not _whole(self.warmup, 0):
             raise UsageError(f"warmup={self.warmup!r} is not a non-negative integer.")
         if not (is_number(self.outer_lr) and self.outer_lr > 0):
@@ -182,8 +180,7 @@ class Options:
         for name in ("lock", "gradient_as_bucket_view"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r} is neither True nor False.")
-        if not _whole(self.servers, 1):
-            raise UsageError(f"servers={self.servers!r} is not a positive integer.")
+        check_positive(servers=self.servers)
         if self.staleness is not None and not _whole(self.staleness, 0):
             raise UsageError(f"staleness={self.staleness!r} is not a non-negative integer.")
         if self.strategy == "hogwild" or (self.strategy == "parameter_server" and self.staleness != 0):
@@ -222,6 +219,17 @@ class Options:
 
 def _whole(number: object, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def check_positive(**values: object) -> None:
+    """Refuse values that are no positive integers, by their names.
+
+    Raises:
+        UsageError: one of them is not.
+    """
+    for name, value in values.items():
+        if not _whole(value, 1):
+            raise UsageError(f"{name}={value!r} is not a positive integer.")
 
 
 def is_number(value: object) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from parwrap.errors import UsageError
+from parwrap.options import check_positive
 
 __all__ = ["Trimmed", "is_sequence", "pad_collate", "trimmed"]
 
@@ -65,8 +66,7 @@ class pad_collate:
             if isinstance(pad_value, (list, tuple)):
                 raise UsageError("pad_collate was called with a batch: write collate_fn=pad_collate(), with parentheses.")
             raise UsageError(f"pad_value={pad_value!r} is neither a number nor a dict from field to number.")
-        if not (isinstance(multiple_of, int) and multiple_of > 0):
-            raise UsageError(f"multiple_of={multiple_of!r} is not a positive integer.")
+        check_positive(multiple_of=multiple_of)
         if isinstance(fields, str):
             raise UsageError(f"fields={fields!r} is a single name: pass a list of names, such as [{fields!r}].")
         self.pad_value, self.multiple_of, self.attention_mask = pad_value, multiple_of, attention_mask

@@ -21,6 +21,7 @@ from parwrap.data.samplers import DealtBatches, copied_with, is_plain, shuffles
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.random_streams import states_kept
+from parwrap.options import check_positive
 from parwrap.torch_private.dataloader import ITERATOR, kept_iterator
 
 __all__ = ["Lengths", "UniformLength", "UniformLengthBatchSampler", "read_lengths"]
@@ -85,9 +86,8 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
                 "the batch size is not set: pass batch_size, the number of samples in a batch, or max_tokens, the number of tokens, or "
                 "both."
             )
-        for name, value in {"batch_size": batch_size, "max_tokens": max_tokens, "multiple_of": multiple_of}.items():
-            if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-                raise UsageError(f"{name}={value!r} is not a positive integer.")
+        sizes = {"batch_size": batch_size, "max_tokens": max_tokens}
+        check_positive(multiple_of=multiple_of, **{name: size for name, size in sizes.items() if size is not None})
         if not 0 <= slack < 1:
             raise UsageError(f"slack={slack!r} is not a fraction of the longest sample in the range [0, 1).")
         if drop_last and max_tokens is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from parwrap.decorators.distributed import distributed
 from parwrap.decorators.scope import Call, ScopeDecorator
 from parwrap.errors import UsageError
+from parwrap.options import check_positive
 from parwrap.ranks.device import cores
 from parwrap.ranks.environment import environment
 from parwrap.ranks.platform import FORKS
@@ -59,8 +60,7 @@ class hogwild(ScopeDecorator):
         self, *, workers: int | None = None, lock: bool = False, timeout: float | timedelta | None = None, seed: int | None = None
     ) -> None:
         workers = cores() if workers is None else workers
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise UsageError(f"workers={workers!r} is not a positive integer.")
+        check_positive(workers=workers)
         given = {"lock": lock, "timeout": timeout, "seed": seed}
         self._ranks = distributed(strategy="hogwild", backend="gloo", nprocs=workers, start_method="fork" if FORKS else None, **given)
 

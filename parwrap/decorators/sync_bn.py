@@ -14,6 +14,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.norm.compiled_norm import scopes
 from parwrap.norm.sync_bn import SyncBN
+from parwrap.options import check_positive
 from parwrap.ranks.group import world_size
 
 __all__ = ["sync_bn"]
@@ -65,8 +66,8 @@ def _check(process_group: Any, group_size: Any) -> None:
         raise UsageError(
             "parwrap.sync_bn takes either process_group or group_size, because both say which ranks share statistics: remove one of them."
         )
-    if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
-        raise UsageError(f"group_size={group_size!r} is not a positive integer.")
+    if group_size is not None:
+        check_positive(group_size=group_size)
     no_member = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on a rank outside of the group
     if process_group is not None and process_group is not no_member and not isinstance(process_group, dist.ProcessGroup):
         raise UsageError(

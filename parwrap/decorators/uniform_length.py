@@ -16,6 +16,7 @@ from parwrap.data.lengths import Lengths, UniformLength
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.intercept.torch_calls import intercepting
+from parwrap.options import check_positive
 
 __all__ = ["uniform_length"]
 
@@ -61,10 +62,7 @@ class uniform_length(ScopeDecorator):
             )
         if pad_value is not None and not isinstance(pad_value, (int, float)):
             raise UsageError(f"pad_value={pad_value!r} is not a number.")
-        for name, value in {"max_tokens": max_tokens, "multiple_of": multiple_of}.items():
-            optional = name == "max_tokens" and value is None
-            if not optional and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-                raise UsageError(f"{name}={value!r} is not a positive integer.")
+        check_positive(multiple_of=multiple_of, **({} if max_tokens is None else {"max_tokens": max_tokens}))
         self._length, self._pad_value, self._max_tokens, self._multiple_of = length, pad_value, max_tokens, multiple_of
         self._lengths = Lengths(length, pad_value)  # they keep their state from call to call
 

@@ -126,6 +126,7 @@ def test_worker_processes_pad():
     ("make", "text"),
     [
         (lambda: pad_collate(multiple_of=0), "multiple_of=0 is not a positive integer."),
+        (lambda: pad_collate(multiple_of=True), "multiple_of=True is not a positive integer."),
         (lambda: pad_collate(fields="x"), "fields='x' is a single name: pass a list of names, such as ['x']."),
         (
             lambda: pad_collate()([(torch.ones(3, 4), 0), (torch.ones(2, 5), 1)]),
