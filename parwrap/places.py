@@ -15,8 +15,17 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
-    *("Place", "begin_here", "call_site", "from_script", "is_installed", "is_ours", "is_standard", "module_name", "outside_of"),
-    *("script_place", "warn"),
+    "Place",
+    "begin_here",
+    "call_site",
+    "from_script",
+    "is_installed",
+    "is_ours",
+    "is_standard",
+    "module_name",
+    "outside_of",
+    "script_place",
+    "warn",
 ]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep

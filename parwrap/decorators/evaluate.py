@@ -28,7 +28,7 @@ from parwrap.data.evaluation_shares import Evaluation, check, reads_and_calls
 from parwrap.data.merging import REDUCTIONS, Part, compared, merged
 from parwrap.decorators.distributed import evaluating, trains_apart
 from parwrap.decorators.inventory import named
-from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, undecorated
+from parwrap.decorators.scope import Call, ScopeDecorator, describe, module_of, refuse_unrun, undecorated
 from parwrap.errors import ParwrapError, RankMismatchError, UsageError, in_one_line, shortened
 from parwrap.inline.remote_exception import can_pickle
 from parwrap.inline.returned import attributes_of, is_of_script
@@ -296,8 +296,7 @@ def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception |
     """The result of ``call``, or what it raised; errors of parwrap are raised at once."""
     try:
         result = call.run(evaluation)
-        if inspect.isgenerator(result):
-            raise UsageError(f"{call.name} returns a generator, which would read its loader after the evaluation: return a list instead.")
+        refuse_unrun(inspect.unwrap(call.function), result)
         return result, None
     except ParwrapError:
         raise

@@ -21,7 +21,17 @@ from parwrap.places import from_script, module_name, outside_of
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Call", "ScopeDecorator", "block_frame", "describe", "module_of", "refuse_undecoratable", "scoped", "undecorated"]
+__all__ = [
+    "Call",
+    "ScopeDecorator",
+    "block_frame",
+    "describe",
+    "module_of",
+    "refuse_undecoratable",
+    "refuse_unrun",
+    "scoped",
+    "undecorated",
+]
 
 
 UNRUN = (
@@ -141,7 +151,7 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
             for decorator in ordered:
                 scopes.enter_context(decorator.scope(call))
             call.result = function(*args, **kwargs)
-            _refuse_unrun(function, call.result)
+            refuse_unrun(function, call.result)
         return call.result
 
     in_scopes.__parwrap_scopes__ = (in_scopes, ordered)  # type: ignore[attr-defined]
@@ -176,7 +186,7 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
     raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
 
 
-def _refuse_unrun(function: Any, result: Any) -> None:
+def refuse_unrun(function: Any, result: Any) -> None:
     """Raise :class:`UsageError` for a result that is code of the script which has not run yet, and would run when the scope is closed.
 
     Generators of libraries, such as ``model.parameters()``, need no scope.

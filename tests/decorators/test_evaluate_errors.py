@@ -65,7 +65,7 @@ def test_what_cannot_be_exact_says_so():
             lambda loader: (x for x in loader),
             DataLoader(ten),
             UsageError,
-            r"returns a generator, which would read its loader after the evaluation: return a list instead\.",
+            r"returns a generator, whose body runs after the call has returned, .* Run it inside the function: return list\(\.\.\.\)\.",
         ),
     ]
     with parwrap.distributed():
