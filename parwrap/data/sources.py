@@ -135,12 +135,12 @@ class PassIterator(Batches):
         self.opened: Pass | None = None
         self.reading: frozenset[str] = random_streams.NONE
         self._sources: Sources | None = sources
-        self._passes, self._finished = sources._passes, False
+        self._passes = sources._passes
 
     def __next__(self) -> Any:
         sources = self._sources
         if sources is None:
-            if self._finished or self.batches is None:
+            if self.batches is None or (self.opened is not None and self.opened.exhausted):
                 raise StopIteration
             batch = next(self.batches)
             return batch.batch if type(batch) is Part else batch
@@ -181,7 +181,6 @@ class PassIterator(Batches):
         """End the pass."""
         sources = self.detach()
         if sources is not None and self.opened is not None:
-            self._finished = True
             if not exhausted:
                 self.batches = iter(())  # workers of torch's iterator end with it
             sources.end(self, exhausted)
