@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from parwrap.checks.same_data import Held
-from parwrap.data.samplers import DealtBatches, samples_in
+from parwrap.data.samplers import DealtBatches, in_rounds, samples_in
 from parwrap.data.sources import PassIterator, Sources
 from parwrap.errors import UsageError
 from parwrap.intercept.dali import pipelines_of, readers_of
@@ -77,7 +77,7 @@ class Pipelines(Sources):
         whole = original(iterator)
         if iterator not in self._dealt or is_alone():
             return whole
-        return whole // self._size if self._options().uneven == "drop" else math.ceil(whole / self._size)
+        return in_rounds(whole, self._size, self._options().uneven)
 
     def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
         return original(iterator) if is_alone() else _Iteration(self, iterator, original)

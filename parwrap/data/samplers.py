@@ -28,6 +28,7 @@ __all__ = [
     "copied_with",
     "distributed_sampler",
     "divides_itself",
+    "in_rounds",
     "is_plain",
     "part_of",
     "refuse_nothing",
@@ -87,7 +88,7 @@ class DealtBatches:
         return turn[0] if mine is None else mine
 
     def __len__(self) -> int:
-        return _in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
+        return in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
 
 
 def block(samples: int, rank: int, size: int) -> range:
@@ -161,7 +162,7 @@ def is_plain(loader: DataLoader) -> bool:
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
     """The number of batches that each of ``size`` ranks gets from a loader with ``whole`` batches."""
     if loader.batch_size is None or not (isinstance(loader.dataset, IterableDataset) or is_plain(loader)):
-        return _in_rounds(whole, size, uneven)
+        return in_rounds(whole, size, uneven)
     samples, parts = len(loader.dataset), 1  # type: ignore[arg-type]
     if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:  # which divide the stream, as torch asks of it
         parts = loader.num_workers
@@ -169,7 +170,7 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
     if uneven == "join":
         batch_size *= size
     else:
-        own = [_in_rounds(each, size, uneven) for each in own]
+        own = [in_rounds(each, size, uneven) for each in own]
     return sum(len(BatchSampler(range(each), batch_size, loader.drop_last)) for each in own)
 
 
@@ -196,7 +197,7 @@ def _batches(loader: DataLoader) -> int:
     return len(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
 
 
-def _in_rounds(pieces: int, size: int, uneven: str) -> int:
+def in_rounds(pieces: int, size: int, uneven: str) -> int:
     """The number of ``pieces`` that each of ``size`` ranks gets when they are dealt out in turn."""
     return pieces // size if uneven == "drop" else math.ceil(pieces / size)
 

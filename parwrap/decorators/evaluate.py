@@ -523,6 +523,9 @@ class _Samplers:
 PASSED_OVER = (DataLoader, Dataset, Sampler, torch.optim.Optimizer, nn.Parameter, type)
 """Data, code and weights, which an evaluation does not change."""
 
+MOST = 1000
+"""The most entries of a list, tuple or dict to compare."""
+
 LARGEST = 1 << 20
 """The most bytes of an array to compare."""
 
@@ -545,9 +548,9 @@ def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, PASSED_OVER) or inspect.ismodule(value) or (callable(value) and not hasattr(value, "__dict__")):
         return
     if isinstance(value, dict):
-        yield from ((f"{place}[{key!r}]", each) for key, each in list(value.items())[:LARGEST])
+        yield from ((f"{place}[{key!r}]", each) for key, each in list(value.items())[:MOST])
     elif isinstance(value, (list, tuple)):
-        yield from ((f"{place}[{at}]", each) for at, each in enumerate(value[:1000]))
+        yield from ((f"{place}[{at}]", each) for at, each in enumerate(value[:MOST]))
     elif isinstance(value, nn.Module):
         for path, module in value.named_modules():
             inside = f"{place}.{path}" if path else place

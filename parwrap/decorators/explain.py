@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -151,7 +151,7 @@ class _Averaged(_Row):
     begin: float = 0.0
     end: float = 0.0
     waited: float = 0.0
-    size: tuple[int, float] = field(default=(0, 0.0))
+    size: tuple[int, float] = (0, 0.0)
 
 
 class _Begun(Batches):

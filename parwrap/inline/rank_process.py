@@ -25,6 +25,7 @@ from parwrap.inline.notebook import redirect_output, show_in_notebook
 from parwrap.inline.remote_exception import RemoteException
 from parwrap.inline.returned import CallersObjects, contents, differing
 from parwrap.places import is_ours
+from parwrap.ranks.group import is_failure
 from parwrap.ranks.processes import die_with_parent, forks_end_here
 from parwrap.ranks.stdin import refuse_stdin
 
@@ -140,7 +141,7 @@ def report_failure(error: BaseException) -> None:
 
     When this rank leaves the process group, other ranks may fail too. So this error is reported first, and the caller raises it.
     """
-    if _reports is not None and not (isinstance(error, SystemExit) and not error.code):
+    if _reports is not None and is_failure(error):
         _reports.failure(error)
 
 

@@ -58,6 +58,8 @@ class Backward(NamedTuple):
 
     def times(self, factor: float) -> Backward:
         """This call with its gradients multiplied by ``factor``."""
+        if factor == 1.0:
+            return self
         with torch.enable_grad():
             pairs = [_times(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
         return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))

@@ -100,7 +100,7 @@ class LocalSGD(DDP):
         self._batches.append(weight)
         loop.divisors.weigh(call)
         factor = loss_factor(weight, loop.group.world.size, loop.options()) if weight else 0.0
-        (call if factor == 1.0 else call.times(factor)).run()
+        call.times(factor).run()
 
     # steps
 

@@ -176,7 +176,7 @@ class ParameterServer(OneModel):
         root, added = loop.losses.root(call), loop.divisors.weigh(call)
         scale = weight * loss_factor(weight, self._group.world.size, loop.options())
         loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale
-        (call if scale == 1.0 else call.times(scale)).run()
+        call.times(scale).run()
         if root is not None and self._staleness == 0:
             assert loss is not None
             loop.losses.write_mean(root, call, self._mean(loss))
