@@ -208,7 +208,8 @@ class Loaders(Sources, Interceptor):
         else:
             if torch.is_grad_enabled() and loader not in _replicated:
                 self._passes.whole_at = self._passes.whole_at or place
-            opened.refuses_backward = not training and known.trained > 0 and place not in known.whole_at
+            if not training and known.trained > 0 and place not in known.whole_at:
+                opened.refuses_backward = self._optimizers.why_whole()
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
             workers_seed = iteration.workers_seed
             if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):

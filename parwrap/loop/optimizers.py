@@ -259,34 +259,41 @@ class Optimizers(Interceptor):
     def evaluate(self) -> bool:
         """Whether the models of optimizers at work are in eval mode: of those built since the last step, else of those that stepped in the
         last training pass or whose models were put in train mode since."""
+        return evaluates(self._judged(), lambda p: p in self._in_eval)
+
+    def _judged(self) -> Iterator[torch.Tensor]:
         self.sets()
         judged = self._built_since_step
         if not judged:
             put = self._put_in_train
             judged = [*self._stepped, *(each for each in self._at_work if put and any(p in put for p in each.parameters))]
-        parameters = (p for each in judged or self._at_work for p in each.parameters)
-        return evaluates(parameters, lambda p: p in self._in_eval)
+        return (p for each in judged or self._at_work for p in each.parameters)
 
     def eval_place(self) -> Place | None:
-        """The script's line that called ``eval()`` on the first parameter in eval mode of an optimizer at work, if there is one."""
-        places = [self._in_eval.get(p) for parameters in self.sets() for p in parameters]
-        return next((place for place in places if place is not None), None)
+        """The script's line that put the first trainable parameter of these models in eval mode; ``None`` if it is in train mode."""
+        return next((self._in_eval.get(p) for p in self._judged() if p.requires_grad), None)
+
+    def why_whole(self) -> str:
+        """Why a pass that begins now does not train, although an earlier one over its loader did."""
+        if not torch.is_grad_enabled():
+            return "no gradients were on when the pass began"
+        if not self.were_built:
+            return "no optimizer has been built"
+        return f"the model is in eval mode since {self.eval_place()}"
 
     def check_backward(self) -> None:
         """Refuse a backward inside a pass that reads everything, if the loader was read in shares before.
 
         Raises:
-            UsageError: with the line of the ``eval()`` because of which the pass reads everything, if there is one.
+            UsageError: with the reason why the pass reads everything.
         """
         innermost = self._passes.innermost
         if innermost is None or not innermost.refuses_backward:
             return
-        where = self.eval_place()
-        because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
         raise UsageError(
-            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. The loader "
-            "was read in shares before, so this pass would take as many steps as in one process. Before the pass begins, call "
-            "model.train() and leave gradients on, or write parwrap.shard(loader)."
+            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because "
+            f"{innermost.refuses_backward}. The loader was read in shares before, so this pass would take as many steps as in one process. "
+            "Before the pass begins, call model.train() and leave gradients on, or write parwrap.shard(loader)."
         )
 
     def moved(self, module: nn.Module) -> None:

@@ -90,7 +90,7 @@ class Pass:
         whole: the number of samples of the dataset; ``None`` if it is unknown.
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
-        refuses_backward: whether a backward in it is an error, because the loader trained on shares before.
+        refuses_backward: why it does not train, if a backward in it is an error because the loader trained on shares before; else empty.
         in_flight: the last batches drawn, if batches have weights: three, or all that the loop has not trained on.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
@@ -110,7 +110,7 @@ class Pass:
     whole: int | None = None
     exhausted: bool = False
     repeats: bool = False
-    refuses_backward: bool = False
+    refuses_backward: str = ""
     in_flight: deque[Batch] = field(default_factory=deque)
     ahead: bool = False
     untrained: int = 0

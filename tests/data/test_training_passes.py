@@ -339,11 +339,14 @@ def test_a_backward_in_a_whole_pass_of_a_loader_that_trained_on_shares_names_the
 
 
 @pytest.mark.ranks(2)
-def test_that_error_names_gradients_that_were_off():
+@pytest.mark.parametrize("freezes", [False, True])
+def test_that_error_names_gradients_that_were_off(freezes):
     @parwrap.distributed
     def train():
         training, loader = Training(), in_order()
         training.train(loader)
+        if freezes:
+            training.model[1].eval()
         with torch.no_grad():
             batches = iter(loader)
             next(batches)

@@ -189,6 +189,20 @@ def test_the_line_of_an_eval_is_known(optimizers):
     del optimizer
 
 
+def test_the_line_of_an_eval_is_that_of_the_model_which_has_trained(optimizers, passes):
+    generator, critic = linear(), linear()
+    both = [SGD(generator.parameters(), lr=1.0), SGD(critic.parameters(), lr=1.0)]
+    generator.eval()
+    line = optimizers.eval_place().line
+    training = in_pass(passes)
+    stepped(both[1])
+    passes.end(training)
+    optimizers.ended_pass()
+    critic.eval()
+
+    assert (True, line + 6) == (optimizers.evaluate(), optimizers.eval_place().line)
+
+
 def test_the_optimizers_at_work(optimizers, passes):
     one, other = linear(), linear()
     of_one, of_other = SGD(one.parameters(), lr=1.0), SGD(other.parameters(), lr=1.0)
