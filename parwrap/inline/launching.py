@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -144,11 +145,25 @@ def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]],
 
     def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
         job = Job(rank, partial(settled, rank), variables(rank), 1, outputs, folder, pipe, os.getpid())
-        process = multiprocessing.get_context("fork").Process(target=run, args=(job,))
-        process.start()
+        collects = gc.isenabled()
+        process = multiprocessing.get_context("fork").Process(target=_forked, args=(job, collects))
+        gc.disable()
+        try:
+            process.start()
+        finally:
+            if collects:
+                gc.enable()
         return process
 
     return start
+
+
+def _forked(job: Job, collects: bool) -> None:
+    """Run ``job`` in a process in which garbage of the caller stays: what finalizes it may wait for threads that only the caller has."""
+    gc.freeze()
+    if collects:
+        gc.enable()
+    run(job)
 
 
 def _spawns(task: Task, folder: Path, variables: Callable[[int], dict[str, str]], threads: int, backend: str | None, who: str) -> Start:

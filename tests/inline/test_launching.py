@@ -255,6 +255,37 @@ def test_a_process_that_the_function_forks_ends_by_itself(ends, status):
         assert os.path.isdir(folder)
 
 
+def test_ranks_leave_garbage_of_the_caller_alone():
+    """The end of a C++ object there would wait for threads that only the caller has."""
+    ours, theirs = os.pipe()
+
+    class InCycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            os.write(theirs, f"{os.getpid()} ".encode())
+
+    def function():
+        InCycle()
+        gc.collect()
+        return gc.isenabled()
+
+    gc.disable()
+    try:
+        InCycle()
+        assert not parwrap.launch(function, nprocs=2)
+    finally:
+        gc.enable()
+        gc.collect()
+        os.close(theirs)
+    with open(ours) as pipe:
+        finalized_in = pipe.read().split()
+
+    assert 3 == len(finalized_in) == len({*finalized_in})  # each process its own
+    assert parwrap.launch(gc.isenabled, nprocs=2)
+
+
 def test_a_call_leaves_no_environment_variable_behind():
     code = "import os, parwrap; before = {**os.environ}; parwrap.launch(lambda: None, nprocs=2); assert before == {**os.environ}"
 

@@ -313,8 +313,7 @@ def calls(name: str) -> list[tuple[str, ast.Call]]:
 
 
 UNPICKLING = {
-    "decorators/evaluate.py": "an error of this rank, to see whether it can be sent",
-    "inline/rank_process.py": "a result of this rank, likewise",
+    "inline/remote_exception.py": "an error or a result of this rank, to see whether it can be sent",
     "inline/returned.py": "states of models from a rank, on their way back to the caller",
     "insight/recording.py": "tensors and numbers only, from the folder of this command",
     "inline/spawning.py": "the job of a spawned rank, from the folder that only this user can enter",
