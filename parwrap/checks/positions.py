@@ -56,19 +56,19 @@ class State(IntEnum):
     """The backward has reached its end on this rank, which waits for the average gradients."""
     INNER = 6
     """The rank sends a control message inside of a backward, as synchronized batch norms do."""
-    APART = 7
-    """The rank has found that the ranks have come apart, and stopped."""
 
+
+APART = 8
+"""Added to what a rank does when it finds that the ranks have come apart, and stops."""
 
 MESSAGES = (State.CONTROL, State.INNER)
-STOPPED = (State.RAISED, State.APART)
 
 RUNS, BACKWARD, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.AVERAGES))  # each step compares these
 
 _openings: Counter[Path] = Counter()
 """How many times this process has opened pages in each folder. All ranks that share a folder have the same count."""
 
-SENTENCES = {
+SENTENCES: dict[int, str] = {
     State.RUNS: "runs the script; its last step was at {place}",
     State.BACKWARD: "is in the backward at {place}",
     State.CONTROL: "is in {place}",
@@ -76,13 +76,18 @@ SENTENCES = {
     State.RAISED: "has raised an error; its last step was at {place}",
     State.AVERAGES: "waits for the gradients of the backward at {place}",
     State.INNER: "is in {place}",
-    State.APART: "has stopped, because the ranks have come apart; its last step was at {place}",
+    APART: "has stopped, because the ranks have come apart; its last step was at {place}",
 }
 
 
 def sentence(page: Page, place: str) -> str:
-    """Words that say what the rank of ``page`` does at ``place``, to put after "rank 3"."""
-    return f"{SENTENCES[State(page.state)].format(place=place)} (backwards begun: {page.backwards})"
+    """Words that say what the rank of ``page`` does at ``place``, or did when it stopped there, to put after "rank 3"."""
+    words = SENTENCES.get(page.state) or SENTENCES[page.state - APART]
+    return f"{words.format(place=place)} (backwards begun: {page.backwards})"
+
+
+def _has_stopped(state: int) -> bool:
+    return state == State.RAISED or state >= APART
 
 
 class Page(NamedTuple):
@@ -90,7 +95,7 @@ class Page(NamedTuple):
 
     Attributes:
         backwards: the number of backwards that it has entered.
-        state: what it does.
+        state: what it does, a :class:`State`, to which ``APART`` may be added.
         what: the set of parameters of the backward, or the kind of the control message, that it has entered last.
         controls: the number of control messages that it has entered.
         place: the line of the script.
@@ -112,7 +117,7 @@ def apart(mine: Page, other: Page) -> bool:
     >>> apart(backward, backward), apart(backward, another), apart(backward, ended), apart(backward, Page(2))
     (False, True, True, False)
     """
-    if other.state in STOPPED or _in_other_order(mine, other):
+    if _has_stopped(other.state) or _in_other_order(mine, other):
         return True
     if other.state == State.ENDED:
         return other.backwards < mine.backwards or other.controls < mine.controls
@@ -213,7 +218,7 @@ class Positions:
             if self._differs(other) and apart(self.now(), self._read(other)):
                 error = self.error()
                 self._came_apart = str(error)
-                self._set(State.APART)
+                self.raised(error)
                 raise error
 
     def _refuse_to_go_on(self) -> None:
@@ -240,7 +245,11 @@ class Positions:
 
     def raised(self, error: BaseException) -> None:
         """Say that this rank's function has raised ``error``, so that it takes no further step."""
-        self._set(State.APART if isinstance(error, LockstepError) else State.RAISED)
+        state = self.now().state
+        if not isinstance(error, LockstepError):
+            self._set(State.RAISED)
+        elif not _has_stopped(state):
+            self._set(state + APART)
 
     def end(self, timeout: float, patience: float = 2.0) -> None:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
@@ -259,7 +268,7 @@ class Positions:
                 if any(page.backwards != self.mine.backwards for page in pages.values()):
                     raise self.error()
                 return
-            if any(page.state in STOPPED for page in pages.values()):
+            if any(_has_stopped(page.state) for page in pages.values()):
                 raise self.error()
             ahead = [page for page in pages.values() if page.backwards > self.mine.backwards or page.controls > self.mine.controls]
             if ahead and since is None:
@@ -272,7 +281,7 @@ class Positions:
 
     def another_raised(self) -> bool:
         """Whether another rank of the node has raised, so that it takes no further step."""
-        return any(self._numbers[other * WORDS + STATE] in STOPPED for other in self._others)
+        return any(_has_stopped(self._numbers[other * WORDS + STATE]) for other in self._others)
 
     def check_wait(self, since: float, what: str, patience: float = 10.0) -> None:
         """Raise if the node's first rank, for which this rank waits outside of any step, will never do what this rank waits for.
@@ -288,7 +297,7 @@ class Positions:
         first, mine = self._read(0), self.mine
         is_ahead = first.backwards > mine.backwards or first.controls > mine.controls
         waits = first.state in (State.BACKWARD, State.AVERAGES, State.CONTROL, State.INNER) and is_ahead
-        if first.state in STOPPED or (waits and time.monotonic() - since > patience):
+        if _has_stopped(first.state) or (waits and time.monotonic() - since > patience):
             raise self.error(f"rank {self._ranks[self._rank]} waits for {what}")
 
     def now(self) -> Page:
@@ -326,7 +335,7 @@ class Positions:
         length = self._numbers[index * WORDS + 5]
         return self._memory[index * SIZE + PLACE : index * SIZE + PLACE + length].decode(errors="replace")
 
-    def _set(self, state: State) -> None:
+    def _set(self, state: int) -> None:
         self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
 
     def _write(self, page: Page) -> None:

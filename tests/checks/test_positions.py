@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from parwrap.checks.positions import Page, State, apart
+from parwrap.checks.positions import APART, Page, State, apart
 from parwrap.errors import LockstepError
 
-RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER, APART = State
+RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
 
 
 def page(*fields, sets):
@@ -194,9 +194,21 @@ def test_a_first_rank_that_is_in_the_same_step_is_no_error(pages):
 def test_a_rank_that_only_found_the_others_apart_is_not_said_to_have_failed(pages):
     first, second = pages
     second.enter(CONTROL, 5, "parwrap.gather at train.py:9")
+    second.run()
     second.raised(LockstepError())
     with pytest.raises(LockstepError, match=r"rank 1 has stopped, because the ranks have come apart; its last step was at parwrap.gather"):
         first.enter(BACKWARD, 8, "train.py:40")
+
+
+def test_both_ranks_name_both_places_whichever_finds_first_that_they_are_apart(pages):
+    for each in pages:
+        each.enter(BACKWARD, 8, "train.py:9")
+    pages[0].averages()
+    for found in (lambda: pages[1].inner(3, "the gradient of batch norm 1 in the backward at train.py:9").__enter__(), pages[0].compare):
+        with pytest.raises(LockstepError) as caught:
+            found()
+        assert "rank 0 waits for the gradients of the backward at train.py:9 (backwards begun: 1)" in str(caught.value)
+        assert "rank 1 is in the gradient of batch norm 1 in the backward at train.py:9 (backwards begun: 1)" in str(caught.value)
 
 
 def test_a_rank_that_has_found_the_others_apart_does_not_go_on(pages):
@@ -212,5 +224,5 @@ def test_a_rank_that_has_found_the_others_apart_does_not_go_on(pages):
             "the script has caught the error below, but other ranks may still wait for this one there, so it cannot go on. Let the error "
             f"end the job. It was: {found.value}"
         )
-    with pytest.raises(LockstepError, match="rank 1 has stopped, because the ranks have come apart"):
+    with pytest.raises(LockstepError, match=r"rank 1 is in parwrap\.gather at train\.py:5"):
         first.enter(CONTROL, 3, "parwrap.barrier at train.py:9")
