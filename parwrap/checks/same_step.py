@@ -109,7 +109,7 @@ class SameStep:
         """Say that this rank sends a control message of that ``kind`` inside the block.
 
         Yields:
-            a check to call now and then while this rank waits for a message that is no collective: it raises the same errors.
+            a function that raises the errors below. Call it now and then while this rank waits for a message that no collective sends.
 
         Raises:
             LockstepError: another rank can never meet this one there, or has ended.

@@ -353,8 +353,8 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
 def _given_lengths(lengths: Any, samples: int) -> np.ndarray:
     if len(lengths) != samples:
         raise UsageError(
-            f"length= has {len(lengths)} lengths, but the dataset of a shuffled DataLoader has {samples} samples. If a script has "
-            "several datasets, pass a function that takes a sample and returns its length."
+            f"length= has {len(lengths)} lengths, but the dataset of a shuffled DataLoader has {samples} samples. Pass one length "
+            "for each sample. If a script has several datasets, pass a function that takes a sample and returns its length."
         )
     return np.asarray(lengths)
 

@@ -316,7 +316,9 @@ def _full_like(array: torch.Tensor | np.ndarray, number: Any) -> torch.Tensor | 
 
 def _same(kind: str, results: list[Any], name: str) -> Any:
     if any(each != results[0] for each in results):
-        raise _differ(kind, name, "has a different value", (shortened(repr(each), 80) for each in results), " Pass a function as reduce.")
+        kept = f" A {type(results[0]).__name__} is kept only if all ranks return the same one"
+        then = f"{kept}: return a number or a tensor, or pass a function as reduce."
+        raise _differ(kind, name, "has a different value", (shortened(repr(each), 80) for each in results), then)
     return results[0]
 
 

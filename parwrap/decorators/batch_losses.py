@@ -60,7 +60,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """Return a loss for ``backward``, whose gradient, averaged over the ranks, is that of the mean over all their tokens or samples.
+    """Return a loss for ``backward``. Averaged over the ranks, its gradient is that of the mean over the tokens or samples of all ranks.
 
     A mean of the ranks' means would give a token on a rank with few tokens more weight than one on a rank with many.
 
@@ -69,7 +69,8 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         count: the number of tokens or samples in it; may be 0.
 
     Returns:
-        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts; 0 if nothing is counted. On one rank, the mean.
+        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts, and by the weight of a batch that has one; 0 if
+        nothing is counted. The mean of this rank alone where it trains a model of its own, and in a pass that every rank reads whole.
 
     Raises:
         UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is not a non-negative number.

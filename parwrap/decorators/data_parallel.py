@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
-from parwrap.errors import UsageError
+from parwrap.errors import UsageError, counted
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.ranks.group import current, world_size
 from parwrap.strategies.data_parallel import DataParallel, refuse_ranks
@@ -77,8 +77,8 @@ class data_parallel(ScopeDecorator):
         for device in self._named or ():
             if device.type == "cuda" and (device.index or 0) >= gpus:
                 raise UsageError(
-                    f"parwrap.data_parallel names {device}, but torch sees {gpus} GPUs here: choose other devices, or name none to use all "
-                    "GPUs."
+                    f"parwrap.data_parallel names {device}, but torch sees {counted(gpus, 'GPU')} here: choose other devices, or name none "
+                    "to use all GPUs."
                 )
         if self._named is None and (current() is not None or gpus < 2):
             yield

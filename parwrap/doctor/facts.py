@@ -184,7 +184,7 @@ class Facts:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Facts:
-        """The facts from what ``dataclasses.asdict`` has made of them."""
+        """Rebuild the facts from the dicts of ``dataclasses.asdict``."""
         parts = {"launch": Launch, "versions": Versions, "cores": Cores, "memory": Memory, "limits": Limits, "network": Network}
         gpus = Gpus(**{**values["gpus"], "seen": [Gpu(**gpu) for gpu in values["gpus"]["seen"]]})
         return cls(**{**values, **{name: part(**values[name]) for name, part in parts.items()}, "gpus": gpus})

@@ -82,7 +82,7 @@ def launch(facts: Facts) -> Iterator[Finding]:
 
 
 def gpu_of_its_own(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding if this rank gets no GPU."""
+    """Yield a finding if this machine has GPUs, but none for this rank."""
     if facts.device_error:
         problem, _, remedy = facts.device_error.rstrip(".").partition(". ")
         yield Finding(problem, remedy)
@@ -253,7 +253,7 @@ def _different(all_facts: Sequence[Facts], what: str, of: Callable[[Facts], str 
 
 
 def self_test(test: SelfTest, several: bool) -> Iterator[Finding]:
-    """Failures between ranks.
+    """Yield the findings of the self test: wrong sums, a failure, clocks that differ.
 
     Args:
         test: the result of the self test.

@@ -1,4 +1,4 @@
-"""Runs a script and records each step of its optimizers: what ``parwrap verify`` compares between one process and several ranks.
+"""Runs a script and records each step of its optimizers for ``parwrap verify``, or how long the steps take for ``parwrap scaling``.
 
 ``parwrap run ... -m parwrap.insight.recording SETTINGS train.py ARGS`` does so on every rank, and rank 0 writes the numbers of all ranks.
 On one process, parwrap does nothing else to the script. Whatever the script writes goes to scratch.

@@ -79,7 +79,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 def _unreadable(what: str, text: str, why: str) -> LaunchError:
     shown = text if len(text) <= 80 else f"{text[:80]}..."
-    remedy = "correct it, or unset its variable"
+    remedy = "correct SLURM_STEP_TASKS_PER_NODE, or unset it"
     if what == "node list":
         remedy = "parwrap does not need it if you set MASTER_ADDR and MASTER_PORT"
     return LaunchError(f"cannot parse the {what} {shown!r}: it {why}. SLURM sets this list: {remedy}.")

@@ -355,7 +355,7 @@ class Server(Interceptor):
         raise Served
 
     def serve(self) -> None:
-        """Serve until all workers have ended; at once if they have.
+        """Serve until all workers have ended. Return at once if they have ended already.
 
         Raises:
             LockstepError: a worker has failed.

@@ -161,13 +161,14 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             "sum",
             "a",
             "b",
-            "evaluate(reduce='sum'): the result has a different value on some ranks: the ranks have 'a', 'b'. Pass a function as reduce.",
+            "evaluate(reduce='sum'): the result has a different value on some ranks: the ranks have 'a', 'b'. A str is kept "
+            "only if all ranks return the same one: return a number or a tensor, or pass a function as reduce.",
         ),
         (
             "sum",
             (True,),
             (False,),
-            "evaluate(reduce='sum'): the result[0] has a different value on some ranks: the ranks have True, False. Pass",
+            "evaluate(reduce='sum'): the result[0] has a different value on some ranks: the ranks have True, False. A bool is",
         ),
         (
             "sum",

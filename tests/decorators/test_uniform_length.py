@@ -162,8 +162,8 @@ def test_a_length_is_found_where_a_sample_says_it():
         ({"pad_valu": 0}, "parwrap.uniform_length has no option 'pad_valu'; did you mean 'pad_value'?"),
         (
             {"length": [3, 4]},
-            "length= has 2 lengths, but the dataset of a shuffled DataLoader has 50 samples. If a script has several datasets, pass a "
-            "function that takes a sample and returns its length.",
+            "length= has 2 lengths, but the dataset of a shuffled DataLoader has 50 samples. Pass one length for each sample. If a "
+            "script has several datasets, pass a function that takes a sample and returns its length.",
         ),
         (
             {"length": "text"},

@@ -113,7 +113,7 @@ def test_counts_are_repeated():
 
 @pytest.mark.parametrize("text", ["", "2(x3", "2(3)", "a", "1,,2", "-1", "2(x99999999)", "²"])
 def test_an_invalid_list_of_counts_is_refused(text):
-    remedy = r"SLURM sets this list: correct it, or unset its variable\."
+    remedy = r"SLURM sets this list: correct SLURM_STEP_TASKS_PER_NODE, or unset it\."
     with pytest.raises(LaunchError, match=rf"cannot parse the list of tasks per node .*: it (has|covers) .*\. {remedy}"):
         expanded_counts(text)
 
