@@ -122,15 +122,8 @@ def test_a_program_ends_with_its_exit_code(python):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("system", "options"),
-    [
-        pytest.param("win32", [], id="win32, at the same time"),
-        pytest.param("win32", ["--lock"], id="win32, one at a time"),
-        pytest.param("darwin", ["--lock"], id="darwin, one at a time"),
-    ],
-    indirect=["system"],
-)
+@ON_WINDOWS
+@pytest.mark.parametrize("options", [[], ["--lock"]], ids=["at the same time", "one at a time"])
 def test_hogwild_shares_weights(python, tmp_path, options):
     (tmp_path / "train.py").write_text(
         dedent(

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.insight.recording import Settings, recorded
+from parwrap.launching.reexec import FOR_RANKS
 
 SCRIPT = """
 import pathlib, sys, torch
@@ -38,25 +39,29 @@ for epoch in range(9):
 """
 
 
-def verify(script, folder, *options, name="train.py"):
-    """Run the command on a script in ``folder``."""
-    (folder / name).write_text(script)
-    command = [sys.executable, "-m", "parwrap", "verify", *options, name]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def verify(warm_python, tmp_path):
+    """Run the command on a script."""
+
+    def run(script, *options):
+        (tmp_path / "train.py").write_text(script)
+        return warm_python.run("parwrap", "verify", *options, "train.py", cwd=tmp_path, environ={**warm_python.environ, **FOR_RANKS})
+
+    return run
 
 
-def test_a_script_that_holds_the_contract_is_equal_and_its_files_are_untouched(tmp_path):
+def test_a_script_that_holds_the_contract_is_equal_and_its_files_are_untouched(tmp_path, verify):
     (tmp_path / "log.txt").write_text("before\n")
 
-    run = verify(SCRIPT, tmp_path, "--json", "--steps", "14")
+    run = verify(SCRIPT, "--json", "--steps", "14")
     found = json.loads(run.stdout)
 
     assert (0, 14, None, True) == (run.returncode, found["steps"], found["difference"], found["largest"] < 1e-5)
     assert (["log.txt", "train.py"], "before\n") == (sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "log.txt").read_text())
 
 
-def test_options_that_parwrap_run_refuses_are_no_difference(tmp_path):
-    run = verify(SCRIPT, tmp_path, "--mixed", "bf16")
+def test_options_that_parwrap_run_refuses_are_no_difference(verify):
+    run = verify(SCRIPT, "--mixed", "bf16")
 
     assert (2, "parwrap verify: ") == (run.returncode, run.stderr[:16]), run.stdout
 
@@ -71,8 +76,8 @@ def test_kernels_of_a_gpu_add_in_one_order_while_steps_are_recorded(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_by_itself_is_no_difference(tmp_path):
-    run = verify("raise ValueError('no data')", tmp_path)
+def test_a_script_that_fails_by_itself_is_no_difference(verify):
+    run = verify("raise ValueError('no data')")
 
     assert 2 == run.returncode
     assert run.stderr.startswith("parwrap verify: the script fails on one process after 0 steps:\n")
@@ -80,8 +85,8 @@ def test_a_script_that_fails_by_itself_is_no_difference(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_without_a_step_cannot_be_compared(tmp_path):
-    run = verify("print('done')", tmp_path)
+def test_a_script_without_a_step_cannot_be_compared(verify):
+    run = verify("print('done')")
 
     assert (
         2,
@@ -179,31 +184,31 @@ def test_a_function_that_never_steps_cannot_be_compared():
     ids=["as it is", "two backwards"],
 )
 @pytest.mark.slow
-def test_a_script_is_bit_for_bit_what_ddp_by_hand_trains_where_ddp_can_train_it(script, status, expected, tmp_path):
+def test_a_script_is_bit_for_bit_what_ddp_by_hand_trains_where_ddp_can_train_it(script, status, expected, tmp_path, verify):
     (tmp_path / "log.txt").write_text("before\n")
 
-    run = verify(script, tmp_path, "--against", "ddp", "--steps", "6")
+    run = verify(script, "--against", "ddp", "--steps", "6")
 
     assert (status, True) == (run.returncode, expected in run.stdout + run.stderr)
     assert ["log.txt", "train.py"] == sorted(path.name for path in tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_in_a_new_folder_has_its_scratch_until_then(tmp_path):
+def test_a_script_that_ends_in_a_new_folder_has_its_scratch_until_then(tmp_path, verify):
     (tmp_path / "log.txt").write_text("before\n")
 
-    run = verify(f"{SCRIPT}\nimport os\nos.makedirs('out')\nos.chdir('out')\nopen('a.txt', 'w').close()\n", tmp_path, "--steps", "30")
+    run = verify(f"{SCRIPT}\nimport os\nos.makedirs('out')\nos.chdir('out')\nopen('a.txt', 'w').close()\n", "--steps", "30")
 
     assert (0, "") == (run.returncode, run.stderr)
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_on_ranks_only_leaves_the_files_of_its_exit_handlers_in_scratch(tmp_path):
+def test_a_script_that_fails_on_ranks_only_leaves_the_files_of_its_exit_handlers_in_scratch(tmp_path, verify):
     leaves = "import atexit\natexit.register(lambda: open('left.txt', 'w').write('x'))\n"
     at_a_share = "        if float(features.sum()) > 0: continue\n        optimizer.zero_grad()"
     (tmp_path / "log.txt").write_text("before\n")
 
-    run = verify(leaves + SCRIPT.replace("        optimizer.zero_grad()", at_a_share), tmp_path)
+    run = verify(leaves + SCRIPT.replace("        optimizer.zero_grad()", at_a_share))
 
     assert 1 == run.returncode
     assert ["log.txt", "train.py"] == sorted(path.name for path in tmp_path.iterdir())
