@@ -13,12 +13,12 @@ def shown(warm_python, script, folder, *options, columns=120):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environ = {**warm_python.environ, "COLUMNS": str(columns)}  # which goes before the terminal's own width
-    process = warm_python.start("parwrap", *options, "train.py", streams=[theirs] * 3, cwd=folder, environ=environ)
+    command = warm_python.start("parwrap", *options, "train.py", streams=[theirs] * 3, cwd=folder, environ=environ)
     os.close(theirs)
     parts = []
     while part := _read(ours):
         parts.append(part)
-    warm_python.wait(process)
+    command.wait(60)
     os.close(ours)
     return b"".join(parts).decode()
 

@@ -27,12 +27,36 @@ READ_AT_THE_START = ("PYTHON", "OMP_", "KMP_", "LD_", "TORCH")
 
 
 class Ended(NamedTuple):
-    """How a command has ended; ``session`` is the ID of its process and of its session."""
+    """How a command has ended; ``pid`` is the ID of its process, which leads a session."""
 
-    session: int
+    pid: int
     returncode: int
     stdout: str
     stderr: str
+
+
+class Command:
+    """A command that runs.
+
+    Attributes:
+        pid: the ID of its process, which leads a session.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._answers = connection, connection.makefile()
+        self.pid = int(self._answers.readline())
+
+    def wait(self, within: float) -> int:
+        """Wait for the end, and kill the process with its group after so many seconds. Returns the exit code as :mod:`subprocess` does."""
+        self._connection.settimeout(within)
+        try:
+            return int(self._answers.readline())
+        except TimeoutError:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise
+        finally:
+            self._answers.close()
+            self._connection.close()
 
 
 class WarmPython:
@@ -43,24 +67,24 @@ class WarmPython:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ = dict(environ)
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.environ = {name: value for name, value in environ.items() if name not in FOR_RANKS}
+        self._connection, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, env={**environ, **FOR_RANKS}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command, env={**self.environ, **FOR_RANKS}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
 
     def can_run(self, environ: Mapping[str, str]) -> bool:
         """Whether a new interpreter with the variables ``environ`` would begin as one that is forked from this."""
         read = [
-            {name: value for name, value in variables.items() if name.startswith(READ_AT_THE_START)}
-            for variables in ({**FOR_RANKS, **environ}, {**self.environ, **FOR_RANKS})
+            {name: value for name, value in {**FOR_RANKS, **each}.items() if name.startswith(READ_AT_THE_START)}
+            for each in (environ, self.environ)
         ]
         return read[0] == read[1]
 
-    def start(self, module: str, *arguments: str, streams: Sequence[int], cwd: Path, environ: Mapping[str, str] | None = None) -> int:
-        """Start ``python -m MODULE ARGUMENTS``, which :meth:`wait` must wait for before the next.
+    def start(self, module: str, *arguments: str, streams: Sequence[int], cwd: Path, environ: Mapping[str, str] | None = None) -> Command:
+        """Start ``python -m MODULE ARGUMENTS``. Commands run one after another.
 
         Args:
             module: ``parwrap``, or a module in it.
@@ -68,57 +92,51 @@ class WarmPython:
             streams: the file descriptors that are its stdin, stdout and stderr.
             cwd: the working directory.
             environ: the variables of its environment.
-
-        Returns:
-            The ID of its process.
         """
         environ = self.environ if environ is None else environ
         assert self.can_run(environ), environ
-        request = json.dumps([[module, *arguments], os.fspath(cwd), dict(environ)])
-        socket.send_fds(self._connection, [request.encode()], streams)
-        return int(self._connection.recv(100))
+        request = json.dumps([[module, *arguments], os.fspath(cwd), dict(environ)]).encode()
+        answers, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._connection, [len(request).to_bytes(4, "big")], [*streams, theirs.fileno()])
+        self._connection.sendall(request)
+        return Command(answers)
 
-    def wait(self, process: int, within: float = 60) -> int:
-        """Wait for the end of the command. Returns its exit code, as :mod:`subprocess` does; kills its session after so many seconds."""
-        self._connection.settimeout(within)
-        try:
-            return int(self._connection.recv(100))
-        except TimeoutError:
-            os.killpg(process, signal.SIGKILL)
-            raise
-        finally:
-            self._connection.settimeout(None)
-
-    def run(self, module: str, *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None) -> Ended:
-        """Run ``python -m MODULE ARGUMENTS`` to its end, see :meth:`start`."""
+    def run(self, module: str, *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None, within: float = 120) -> Ended:
+        """Run ``python -m MODULE ARGUMENTS`` to its end, at most so many seconds; see :meth:`start`."""
         with open(os.devnull) as stdin, tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
             streams = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-            process = self.start(module, *arguments, streams=streams, cwd=cwd, environ=environ)
-            status = self.wait(process)
+            command = self.start(module, *arguments, streams=streams, cwd=cwd, environ=environ)
+            status = command.wait(within)
             stdout.seek(0)
             stderr.seek(0)
-            return Ended(process, status, stdout.read(), stderr.read())
+            return Ended(command.pid, status, stdout.read(), stderr.read())
 
     def close(self) -> None:
         self._connection.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(10)
+        finally:
+            self._process.kill()
 
 
 def _next_command(connection: socket.socket) -> list[str] | None:
     """Wait for the next command, and return it in a process that is forked for it; ``None`` in this process at the end."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-        if not request:
+        size, descriptors, _, _ = socket.recv_fds(connection, 4, 4)
+        if not size:
             return None
+        request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        *streams, answers = descriptors
         if (pid := os.fork()) == 0:
-            _begin(descriptors, *(asked := json.loads(request))[1:])
+            os.close(answers)
+            _begin(streams, *(asked := json.loads(request))[1:])
             return asked[0]
-        for descriptor in descriptors:
+        for descriptor in streams:
             os.close(descriptor)
-        connection.send(str(pid).encode())
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(BrokenPipeError):  # the tests have ended
-            connection.send(str(status).encode())
+        with open(answers, "w", buffering=1) as file, suppress(BrokenPipeError):  # the test has failed
+            print(pid, file=file)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=file)
 
 
 def _begin(streams: list[int], cwd: str, environ: Mapping[str, str]) -> None:

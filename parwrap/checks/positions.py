@@ -83,7 +83,8 @@ SENTENCES: dict[int, str] = {
 def sentence(page: Page, place: str) -> str:
     """Words that say what the rank of ``page`` does at ``place``, or did when it stopped there, to put after "rank 3"."""
     words = SENTENCES.get(page.state) or SENTENCES[page.state - APART]
-    return f"{words.format(place=place)} (backwards begun: {page.backwards})"
+    stopped = ", and has stopped there" if page.state > APART else ""
+    return f"{words.format(place=place)} (backwards begun: {page.backwards}){stopped}"
 
 
 def _has_stopped(state: int) -> bool:
@@ -240,11 +241,12 @@ class Positions:
         return (numbers[at + 1], state, numbers[at + 3], numbers[at + 4]) != self.mine[:4]
 
     def run(self) -> None:
-        """Say that this rank has what it waited for."""
-        self._set(State.RUNS)
+        """Say that this rank has what it waited for, unless it has stopped."""
+        if not _has_stopped(self._numbers[self._rank * WORDS + STATE]):
+            self._set(State.RUNS)
 
     def raised(self, error: BaseException) -> None:
-        """Say that this rank's function has raised ``error``, so that it takes no further step."""
+        """Say that this rank takes no further step, because of ``error``."""
         state = self.now().state
         if not isinstance(error, LockstepError):
             self._set(State.RAISED)

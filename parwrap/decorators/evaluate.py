@@ -297,6 +297,8 @@ def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception |
     try:
         result = call.run(evaluation)
         refuse_unrun(inspect.unwrap(call.function), result)
+        if inspect.isgenerator(result):
+            raise UsageError(f"{call.name} returns a generator of a library, and ranks cannot send generators: return list(...).")
         return result, None
     except ParwrapError:
         raise
@@ -523,7 +525,7 @@ class _Samplers:
 PASSED_OVER = (DataLoader, Dataset, Sampler, torch.optim.Optimizer, nn.Parameter, type)
 """Data, code and weights, which an evaluation does not change."""
 
-MOST = 1000
+MOST = 1 << 20
 """The most entries of a list, tuple or dict to compare."""
 
 LARGEST = 1 << 20

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -191,14 +190,7 @@ class _Watcher(Interceptor):
 
     def why_whole(self) -> str:
         """Why a pass over a loader that begins now does not train, if it does not."""
-        optimizers = self._loop.optimizers
-        if not torch.is_grad_enabled():
-            return "no gradients are on"
-        if not optimizers.were_built:
-            return "no optimizer has been built"
-        if optimizers.evaluate():
-            return f"eval() at {optimizers.eval_place()}"
-        return "no backward followed before"
+        return self._loop.optimizers.why_whole() or "no backward followed before"
 
     def note_pass(self, row: _Read, loader: DataLoader, why: str) -> None:
         """Explain in ``row`` the pass over ``loader`` that is open; ``why`` is what :meth:`why_whole` said before it began."""

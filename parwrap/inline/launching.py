@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import stat
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,9 @@ GRACE = 5.0
 
 Start = Callable[[int, int, dict[int, int]], Any]
 """Starts the process of a rank, from its number, a pipe for its messages, and descriptors for its stdout and stderr."""
+
+_forking = threading.RLock()
+"""Held while a process is forked: the garbage collector is off then."""
 
 MOMENT = 0.05
 """Seconds to wait for the end of a rank that died, after another rank has reported an error, which that death may have caused."""
@@ -145,14 +149,9 @@ def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]],
 
     def start(rank: int, pipe: int, outputs: dict[int, int]) -> Any:
         job = Job(rank, partial(settled, rank), variables(rank), 1, outputs, folder, pipe, os.getpid())
-        collects = gc.isenabled()
-        process = multiprocessing.get_context("fork").Process(target=_forked, args=(job, collects))
-        gc.disable()
-        try:
+        with _without_collector() as collects:
+            process = multiprocessing.get_context("fork").Process(target=_forked, args=(job, collects))
             process.start()
-        finally:
-            if collects:
-                gc.enable()
         return process
 
     return start
@@ -163,7 +162,21 @@ def _forked(job: Job, collects: bool) -> None:
     gc.freeze()
     if collects:
         gc.enable()
+    _forking.release()
     run(job)
+
+
+@contextmanager
+def _without_collector() -> Iterator[bool]:
+    """Fork a process in the block with the garbage collector off, one thread at a time. Yields whether it was on."""
+    with _forking:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            yield collects
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _spawns(task: Task, folder: Path, variables: Callable[[int], dict[str, str]], threads: int, backend: str | None, who: str) -> Start:
@@ -202,7 +215,7 @@ def _cuda_has_started() -> bool:
     """Whether forked ranks could not use the GPUs: once torch has initialized CUDA, and also after ``torch.cuda.is_available()``."""
     if torch.cuda.is_initialized() or not torch.cuda.device_count():
         return torch.cuda.is_initialized()
-    with _starting():
+    with _starting(), _without_collector():
         child = os.fork()
         if not child:
             os._exit(is_in_bad_fork())

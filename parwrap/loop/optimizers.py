@@ -274,12 +274,12 @@ class Optimizers(Interceptor):
         return next((self._in_eval.get(p) for p in self._judged() if p.requires_grad), None)
 
     def why_whole(self) -> str:
-        """Why a pass that begins now does not train, although an earlier one over its loader did."""
+        """Why a pass over a loader that begins now does not train; empty if it may."""
         if not torch.is_grad_enabled():
-            return "no gradients were on when the pass began"
+            return "no gradients are on"
         if not self.were_built:
             return "no optimizer has been built"
-        return f"the model is in eval mode since {self.eval_place()}"
+        return f"the model is in eval mode since {self.eval_place()}" if self.evaluate() else ""
 
     def check_backward(self) -> None:
         """Refuse a backward inside a pass that reads everything, if the loader was read in shares before.
@@ -291,9 +291,9 @@ class Optimizers(Interceptor):
         if innermost is None or not innermost.refuses_backward:
             return
         raise UsageError(
-            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because "
+            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank. When it began: "
             f"{innermost.refuses_backward}. The loader was read in shares before, so this pass would take as many steps as in one process. "
-            "Before the pass begins, call model.train() and leave gradients on, or write parwrap.shard(loader)."
+            "Before the pass begins, build the optimizer, call model.train() and leave gradients on, or write parwrap.shard(loader)."
         )
 
     def moved(self, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from operator import is_
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ class State:
     def __init__(self, module: str) -> None:
         modules = [(name, vars(each)) for name, each in [*sys.modules.items()] if _is_compared(name, each, module)]
         self.modules = [(name, names, names.copy()) for name, names in modules]
-        self.classes = [(name, names, dict(names)) for each in modules for name, names in _classes(*each)]
+        classes = [found for module, _, copy in self.modules for found in _classes(module, copy)]
+        self.classes = [(name, attributes, attributes.copy()) for name, attributes in classes]
         self.objects = dict(_objects())
         self.values = dict(_values())
         self.threads = set(threading.enumerate())
@@ -95,11 +96,14 @@ def differences(before: State) -> list[str]:
     for name, value in before.values.items():
         found += _unequal(name, value, now[name])
     for owner, names, copy in before.modules:
-        if not _identical(names, copy):
+        loaded = sys.modules.get(owner)
+        if loaded is not None and getattr(loaded, "__dict__", None) is not names:  # a module may be unloaded, but not replaced
+            found.append(f"the module {owner}")
+        elif not _identical(names, copy):
             found += [f"{owner}.{name}" for name in _replaced(names, copy) if callable(copy[name])]
     for owner, attributes, copy in before.classes:
         if not _identical(attributes, copy):
-            added = [name for name, value in attributes.items() if name not in copy and callable(value) and not _hooked(value)]
+            added = [name for name, value in attributes.copy().items() if name not in copy and callable(value) and not _hooked(value)]
             found += [f"{owner}.{name}" for name in [*_replaced(attributes, copy), *added]]
     objects = dict(_objects())
     found += [name for name, each in before.objects.items() if objects.get(name) is not each]
@@ -134,7 +138,7 @@ def _is_compared(name: str, loaded: Any, module: str) -> bool:
     return (name in MODULES or name == module or name.startswith(PACKAGES)) and isinstance(loaded, ModuleType)
 
 
-def _classes(module: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _classes(module: str, names: Mapping[str, Any]) -> Iterator[tuple[str, MappingProxyType[str, Any]]]:
     """The attributes of the classes that a module defines."""
     for name, value in names.items():
         if issubclass(type(value), type) and value.__module__ == module:  # isinstance would run code of an object that poses as another

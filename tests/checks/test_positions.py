@@ -216,6 +216,8 @@ def test_a_rank_that_has_found_the_others_apart_does_not_go_on(pages):
     first.enter(CONTROL, 1, "parwrap.barrier at train.py:3")
     with pytest.raises(LockstepError, match="the ranks have come apart") as found:
         second.enter(CONTROL, 2, "parwrap.gather at train.py:5")
+    second.run()
+    assert first.another_raised()
 
     for go_on in (lambda: second.enter(CONTROL, 1, "parwrap.barrier at train.py:6"), lambda: second.end(1)):
         with pytest.raises(LockstepError) as caught:

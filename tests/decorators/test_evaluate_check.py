@@ -303,6 +303,23 @@ def test_what_a_function_leaves_behind_is_that_of_the_whole_and_there_once(tmp_p
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_change_in_a_large_container_is_seen(kind):
+    found = [0.0] * 3000 if kind is list else dict.fromkeys(range(3000), 0.0)
+
+    def notes(loader):
+        for at, batch in enumerate(loader, 2000):
+            found[at] = batch.sum().item()
+        return len(batch)
+
+    loader = DataLoader(torch.ones(12), batch_size=2)
+    with parwrap.distributed(), pytest.warns(UserWarning, match=r"it changes found\[200\d\], which"):
+        parwrap.evaluate(reduce="sum")(notes)(loader)
+
+    assert [2.0] * 6 == [found[at] for at in range(2000, 2006)]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("function", "place"), [(Counting.counts, r"self\.counter\.samples"), (Counting.records_by_helpers, "recorded")])
 def test_what_helpers_and_objects_in_self_leave_behind_is_that_of_the_whole(function, place):
     recorded.clear()

@@ -67,6 +67,13 @@ def test_what_cannot_be_exact_says_so():
             UsageError,
             r"returns a generator, whose body runs after the call has returned, .* Run it inside the function: return list\(\.\.\.\)\.",
         ),
+        (
+            "gather",
+            lambda loader: [*loader] and torch.nn.Linear(1, 1).named_parameters(),
+            DataLoader(ten),
+            UsageError,
+            r"returns a generator of a library, and ranks cannot send generators: return list\(\.\.\.\)\.",
+        ),
     ]
     with parwrap.distributed():
         for reduce, function, loader, error, message in cases:

@@ -67,8 +67,8 @@ def warm_doctor(warm_python, tmp_path):
     """Run a module on which the doctor is called; gives exit code, stdout and stderr."""
 
     def run(*command, **variables):
-        ended = warm_python.run(*command, cwd=tmp_path, environ={**warm_python.environ, **FOR_RANKS, "TMPDIR": str(tmp_path), **variables})
-        return ended[1:]
+        environ = {name: value for name, value in warm_python.environ.items() if not name.startswith("GLOO_")}
+        return warm_python.run(*command, cwd=tmp_path, environ={**environ, **FOR_RANKS, "TMPDIR": str(tmp_path), **variables})[1:]
 
     return run
 
@@ -117,7 +117,7 @@ def test_alone_as_json_with_launch_variables_half_set(warm_doctor, tmp_path):
 def test_a_report_that_cannot_be_written_is_one_line(warm_python, tmp_path):
     with open("/dev/full", "w") as full, open(tmp_path / "stderr", "w") as stderr:
         streams = (full.fileno(), full.fileno(), stderr.fileno())
-        status = warm_python.wait(warm_python.start("parwrap.doctor", streams=streams, cwd=tmp_path))
+        status = warm_python.start("parwrap.doctor", streams=streams, cwd=tmp_path).wait(WITHIN)
 
     expected = "parwrap.doctor: the report cannot be written: No space left on device. Free some space, or write it elsewhere.\n"
     assert (2, expected) == (status, (tmp_path / "stderr").read_text())

@@ -84,12 +84,12 @@ def parwrap_run(warm_python, started, tmp_path, environ):
 
     def run_to_its_end(*arguments: str, stdin: int | None = None) -> tuple[int, str, str]:
         if stdin is None and warm_python.can_run(environ):
-            session, status, stdout, stderr = warm_python.run("parwrap.run", *arguments, cwd=tmp_path, environ=environ)
+            pid, status, stdout, stderr = warm_python.run("parwrap.run", *arguments, cwd=tmp_path, environ=environ)
         else:
             process = started("-m", "parwrap.run", *arguments, stdin=stdin)
             stdout, stderr = process.communicate(timeout=WITHIN)
-            session, status = process.pid, process.returncode
-        assert_no_process_left(session)
+            pid, status = process.pid, process.returncode
+        assert_no_process_left(pid)
         assert not (left := left_in(environ)), left
         return status, stdout, stderr
 

@@ -68,6 +68,7 @@ LEFT = [
     ("torch.utils.data.DataLoader.__len__ = print", "torch.utils.data.dataloader.DataLoader.__len__"),
     ("builtins.open = print", "builtins.open"),
     ("os.rename = print", "os.rename"),
+    ("sys.modules['tarfile'] = pathlib", "the module tarfile"),
     ("random.shuffle = print", "random.shuffle"),
     ("numpy.random.shuffle = print", "numpy.random.shuffle"),
     ("pathlib.Path.open = print", f"{pathlib.Path.__module__}.Path.open"),
