@@ -127,7 +127,7 @@ class SameStep:
         self.positions.run()
 
     def sends(self, kind: str) -> None:
-        """Say that this rank is about to send a message of that ``kind``, and does not wait for it.
+        """Say that this rank is about to send a message of that ``kind``. Unlike :meth:`control`, never say that the message is through.
 
         Raises:
             LockstepError: another rank can never meet this one there, or has ended.

@@ -186,8 +186,8 @@ def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str
             drops["drop_last=False"] = f"drop_last=True drops a batch of fewer than {loader.batch_size} samples"
         what = counted(len(loader.dataset), "sample") if is_plain(loader) else "a loader"  # type: ignore[arg-type]
         raise UsageError(
-            f"{script_place()} would train on nothing: one process reads {counted(whole, 'batch')} of {what} in a pass, and each of {size} "
-            f"ranks none, because {' and '.join(drops.values()) or 'its sampler gives none'}. Use "
+            f"{script_place()} would train on nothing: of {what}, one process reads {counted(whole, 'batch')} in a pass, and each of "
+            f"{size} ranks none, because {' and '.join(drops.values()) or 'its sampler gives none'}. Use "
             f'{" and ".join(drops) or "another sampler"}, or batch="global", which divides each batch, or start fewer ranks.'
         )
 

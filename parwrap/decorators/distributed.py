@@ -247,7 +247,8 @@ def script_scope(*, log: str | None = None, heard: bool = False, quiet: bool = T
 def no_sync() -> AbstractContextManager[None]:
     """Inside the ``with`` block, backwards add up gradients on this rank; the first backward after it averages the sums.
 
-    Use it where a loop accumulates by hand, to send gradients once. Outside of ``distributed``, and on one rank, it does nothing.
+    Use it where a loop accumulates by hand, to send gradients once. It does nothing outside of ``distributed``, on one rank, and with a
+    strategy that averages no gradients. With fsdp, gradients are sent in each backward all the same.
 
     >>> with no_sync():
     ...     pass

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import active_children
 from typing import TYPE_CHECKING, NoReturn
@@ -123,10 +124,10 @@ def _options() -> argparse.Namespace:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds
+    with suppress(ValueError):
+        if 0 < float(text) < 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds between 0 and 1000000")
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ def _point(ranks: int, asked: Asked) -> Point:
             raise LaunchError(f"the script fails on {counted(ranks, 'rank')}:\n{run.last()}")
         if not file.exists():
             raise UsageError(
-                f"{asked.script[0]} has ended after {WARM_UP} steps of an optimizer on {counted(ranks, 'rank')}, or sooner, and these warm "
-                "up and are not timed: let the script train longer."
+                f"{asked.script[0]} takes at most {WARM_UP} steps of an optimizer on {counted(ranks, 'rank')}, and the first {WARM_UP} "
+                "warm up and are not timed: let the script train longer."
             )
         timed: dict[str, Any] = json.loads(file.read_text())
     if not timed["samples"]:

@@ -119,7 +119,7 @@ class Failure:
 
     @property
     def lost_another(self) -> bool:
-        """Whether the rank failed because another rank had ended."""
+        """Whether another rank may have caused the failure: the ranks had come apart, or a connection was lost."""
         return self.exception.startswith(LockstepError.__name__) or any(text in self.exception for text in LOST)
 
     @property
@@ -274,7 +274,7 @@ def read_failures(directory: Path) -> list[Failure]:
 
 
 def causes_first(failure: Failure) -> tuple[bool, float]:
-    """A key that sorts the failure which caused the others to the front."""
+    """A sort key: the failure that caused the others comes first."""
     aborted = failure.status == 128 + signal.SIGABRT  # torch itself gave up, perhaps because of another rank
     return bool(failure.exception) or aborted, failure.time
 

@@ -364,8 +364,8 @@ def _refuse_several(ranks: int, nodes: tuple[int, int], options: dict[str, Any])
     """Raise an error for options of several ranks, which ``--data-parallel`` excludes: it runs one process on several devices."""
     if ranks > 1 or nodes != (1, 1):
         raise UsageError(
-            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks: remove the "
-            "options of one of the two. Ranks are faster."
+            "--data-parallel runs one process on several devices, but --nproc-per-node or --nnodes asks for several ranks. Remove "
+            "--data-parallel, because ranks are faster, or remove --nproc-per-node and --nnodes."
         )
     if "strategy" in options:
         raise UsageError(

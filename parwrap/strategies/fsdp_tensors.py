@@ -130,7 +130,7 @@ class ShardedTensors:
         group: the process group.
 
     Attributes:
-        read: the ids of parameters that graphs have read outside of forwards since this set was cleared.
+        read: the ids of parameters that :meth:`whole` has gathered for autograd since this set was cleared.
     """
 
     def __init__(self, group: Group) -> None:

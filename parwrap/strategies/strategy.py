@@ -98,7 +98,7 @@ class Strategy(Interceptor):
         self.loop = loop
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context manager: inside the block, each rank adds up its gradients; the first backward after the block averages the sums."""
+        """The context of :func:`parwrap.no_sync`. Here it does nothing; with ddp, gradients stay on the rank until the block has ended."""
         return nullcontext()
 
     def begins_pass(self, trains: bool) -> None:

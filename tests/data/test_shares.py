@@ -421,9 +421,19 @@ DROPS, DROPS_LAST = 'because uneven="drop" skips what does not divide evenly', "
 @pytest.mark.parametrize(
     ("uneven", "samples", "options", "text"),
     [
-        ("drop", 1, {}, f'reads 1 batch of 1 sample in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"'),
-        ("drop", 1, {"batch_sampler": [[0]]}, f'reads 1 batch of a loader in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"'),
-        ("pad", 5, {"batch_size": 4, "drop_last": True}, f"1 batch of 5 samples .* because {DROPS_LAST}. Use drop_last=False"),
+        ("drop", 1, {}, f'of 1 sample, one process reads 1 batch in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"'),
+        (
+            "drop",
+            1,
+            {"batch_sampler": [[0]]},
+            f'of a loader, one process reads 1 batch in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"',
+        ),
+        (
+            "pad",
+            5,
+            {"batch_size": 4, "drop_last": True},
+            f"of 5 samples, one process reads 1 batch in .* because {DROPS_LAST}. Use drop_last=False",
+        ),
         ("join", 5, {"batch_size": 4, "drop_last": True}, f"because {DROPS_LAST}. Use drop_last=False"),
         ("drop", 7, {"batch_size": 4, "drop_last": True}, f'{DROPS} and {DROPS_LAST}. Use uneven="pad" and drop_last=False'),
     ],

@@ -203,7 +203,10 @@ def test_without_torch_it_cannot_run(doctor):
     ("arguments", "text"),
     [
         (["--backend", "mpi"], "parwrap.doctor: backend='mpi' is not available in this build of torch, which has gloo"),
-        *((["--timeout", seconds], "--timeout") for seconds in ("0", "-1", "nan", "inf", "x")),
+        *(
+            (["--timeout", seconds], f"--timeout: {seconds} is not a number of seconds between 0 and 1000000")
+            for seconds in ("0", "-1", "nan", "inf", "x")
+        ),
     ],
 )
 def test_options_that_make_no_sense(monkeypatch, capsys, arguments, text):

@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_is_refused(options, expected, tmp_path, monkeyp
     [
         (
             SCRIPT.replace("range(20)", "range(1)").replace("48", "40"),
-            "train.py has ended after 5 steps of an optimizer on 1 rank, or sooner, and these warm up and are not timed: let the script",
+            "train.py takes at most 5 steps of an optimizer on 1 rank, and the first 5 warm up and are not timed: let the script",
         ),
         (SCRIPT.replace("DataLoader(TensorDataset(torch.rand(48, 4)), batch_size=8)", "[(torch.rand(8, 4),)] * 6"), "reads no DataLoader"),
         ("raise ValueError('no data')", "the script fails on 1 rank:\n"),

@@ -188,7 +188,7 @@ def test_other_decorators_are_checked_by_themselves():
         ),
         (
             ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1"],
-            "but --nproc-per-node or --nnodes asks for several ranks: remove the options of one of the two.",
+            "but --nproc-per-node or --nnodes asks for several ranks. Remove --data-parallel, because ranks are faster, or",
         ),
         (["--strategy", "zero1"], "--data-parallel runs one process, and --strategy says how several ranks train together: remove one of"),
         (["--data-parallel", "gpu"], "device_ids names 'gpu', which is not a device"),
