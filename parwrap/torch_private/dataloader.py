@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 __all__ = ["ITERATOR", "forget_workers", "kept_iterator"]
 
@@ -25,4 +26,6 @@ def forget_workers(loader: DataLoader) -> None:
     """
     iterator: Any = loader._iterator
     if any(worker._parent_pid != os.getpid() for worker in getattr(iterator, "_workers", ())):
-        iterator._shutdown, loader._iterator = True, None
+        if iterator._worker_pids_set:  # torch knows workers by the id of their iterator, which another may get
+            signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set, iterator._shutdown, loader._iterator = False, True, None

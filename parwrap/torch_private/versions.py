@@ -80,6 +80,7 @@ OF_RANKS = (
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._pytree.tree_leaves",
     "torch.utils.data.DataLoader._iterator",
+    "torch.utils.data._utils.signal_handling._remove_worker_pids",
 )
 """What the files of this room use, each with the module or class that it belongs to; ``|`` stands between names of different versions."""
 

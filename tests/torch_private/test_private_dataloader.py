@@ -1,6 +1,8 @@
 """The private names of ``DataLoader`` that parwrap uses."""
 
+import pytest
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from parwrap.torch_private import dataloader
 
@@ -27,6 +29,8 @@ def test_a_loader_forgets_workers_of_another_process_without_ending_them():
     dataloader.forget_workers(loader)
     worker._parent_pid = mine
     assert dataloader.kept_iterator(loader) is None
+    with pytest.raises(ValueError, match="Cannot find worker information"):
+        signal_handling._remove_worker_pids(id(iterator))
     iterator.__del__()
     assert worker.is_alive()
     iterator._shutdown = False  # and now it ends them
