@@ -48,12 +48,14 @@ class _Work:
     """The work of an optimizer.
 
     Attributes:
+        optimizer: returns the optimizer, or ``None`` once the script has dropped it.
         number: how many optimizers were built before it.
         parameters: those that it had when they were last looked at. They are kept, so that no other tensor gets the id of one.
         kinds: their ids, shapes, dtypes and devices.
         version: how often they have changed.
     """
 
+    optimizer: weakref.ref[Optimizer]
     number: int
     parameters: list[torch.Tensor] = field(default_factory=list)
     kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
@@ -100,13 +102,11 @@ class Optimizers(Interceptor):
 
     def all(self) -> list[Optimizer]:
         """The optimizers at work that the script has not dropped, in the order in which they were built, without those of one batch."""
-        optimizer_of = {work: optimizer for optimizer, work in self._works.items()}
-        return [optimizer_of[work] for work in self._at_work if work in optimizer_of]
+        return [optimizer for work in self._at_work if (optimizer := work.optimizer()) is not None]
 
     def sets(self) -> list[list[torch.Tensor]]:
         """The parameters of each optimizer at work, also of one that the script has dropped, in the order of building."""
-        for optimizer in self.all():
-            self.version(optimizer)  # looks at its parameters
+        self._look()
         return [work.parameters for work in self._at_work]
 
     def owners(self) -> dict[int, int]:
@@ -116,7 +116,7 @@ class Optimizers(Interceptor):
     @property
     def generation(self) -> int:
         """A number that changes whenever the set of trainable parameters, or one of their tensors, may have changed."""
-        self.sets()
+        self._look()
         return self._generation
 
     def version(self, optimizer: Optimizer) -> int:
@@ -126,15 +126,24 @@ class Optimizers(Interceptor):
         """
         if optimizer not in self._works:
             self.built(optimizer)
-        parameters = list(parameters_of(optimizer))
-        kinds = [(id(p), p.shape, p.dtype, p.device) for p in parameters]
         work = self._works[optimizer]
+        self._look_at(work, optimizer)
+        return work.version
+
+    def _look(self) -> None:
+        """Look at the parameters of each optimizer at work that the script has not dropped."""
+        for work in self._at_work:
+            optimizer = work.optimizer()
+            if optimizer is not None:
+                self._look_at(work, optimizer)
+
+    def _look_at(self, work: _Work, optimizer: Optimizer) -> None:
+        kinds = [(id(p), p.shape, p.dtype, p.device) for group in optimizer.param_groups for p in group["params"]]
         if work.kinds != kinds:
             self._generation += 1
-            work.parameters, work.kinds, work.version = parameters, kinds, work.version + 1
-            for p in parameters:
+            work.parameters, work.kinds, work.version = list(parameters_of(optimizer)), kinds, work.version + 1
+            for p in work.parameters:
                 self._had.setdefault(p)
-        return work.version
 
     def has_had(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` is or was a parameter of any optimizer, at work or not, except those of one batch."""
@@ -160,7 +169,7 @@ class Optimizers(Interceptor):
         self.were_built = True
         self._generation += 1
         if not known:
-            self._works[optimizer] = work = _Work(self._count)
+            self._works[optimizer] = work = _Work(weakref.ref(optimizer), self._count)
             self._count += 1
             if self._trained_since_built:  # another training begins
                 self._at_work, self._stepped, self._stepped_in_pass = [], [], []
@@ -213,14 +222,16 @@ class Optimizers(Interceptor):
     # steps and modes
 
     def stepped(self, optimizer: Optimizer) -> None:
-        if optimizer in self._batch_optimizers:
-            self._refuse_older(self._batch_optimizers[optimizer], f"the parameters of a {type(optimizer).__name__}")
+        made = self._batch_optimizers.get(optimizer)
+        if made is not None:
+            self._refuse_older(made, f"the parameters of a {type(optimizer).__name__}")
             return
         if is_alone():
             return
-        if optimizer not in self._works:
+        work = self._works.get(optimizer)
+        if work is None:
             self.built(optimizer)
-        work = self._works[optimizer]
+            work = self._works[optimizer]
         if work not in self._at_work:
             self._at_work = sorted([*self._at_work, work], key=lambda each: each.number)
             self._generation += 1
@@ -262,7 +273,7 @@ class Optimizers(Interceptor):
         return evaluates(self._judged(), lambda p: p in self._in_eval)
 
     def _judged(self) -> Iterator[torch.Tensor]:
-        self.sets()
+        self._look()
         judged = self._built_since_step
         if not judged:
             put = self._put_in_train
