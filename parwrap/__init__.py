@@ -1,7 +1,7 @@
 """Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.
 
-Lists the public names. Each is imported on first use, so ``import parwrap`` takes no longer than importing torch, and ``python -m
-parwrap.run`` can prepare the process before torch is imported.
+Lists the public names. Each is imported on first use, so ``import parwrap`` does not import torch, and ``python -m parwrap.run`` can
+prepare the process before torch is imported.
 """
 
 from importlib import import_module

@@ -57,12 +57,12 @@ OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
 def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> None:
-    """Add advice to an error on one of several ranks, on Python 3.11 and later: on device numbers, batch norms and fixed batch sizes.
+    """Add a note with advice to an error about device numbers, batch norms or fixed batch sizes. Before Python 3.11 it does nothing.
 
     Args:
         error: the error.
         ranks: the number of ranks.
-        part: the number of samples in this rank's part of a batch, if batches are divided.
+        part: the number of samples in this rank's part of a batch; ``None`` if batches are not divided.
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
         return
@@ -84,7 +84,7 @@ def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> No
 
 
 def counted(number: int, what: str) -> str:
-    """``number`` of ``what``, a noun in the singular whose plural is regular.
+    """``number`` and the noun ``what``, in the plural unless the number is 1. Its plural must be regular.
 
     >>> counted(1, "sample"), counted(2, "batch")
     ('1 sample', '2 batches')
@@ -105,7 +105,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """``text``, with dots at its end if it would otherwise reach ``limit`` characters.
+    """``text``, cut and with dots at its end if it has ``limit`` characters or more.
 
     >>> shortened("tensor(0.5)", 12), shortened("tensor(0.25)", 12)
     ('tensor(0.5)', 'tensor(0....')

@@ -58,9 +58,14 @@ CHOICES: dict[str, dict[Any, str]] = {
         "spawn": "ranks are new interpreters, which receive what the function uses",
     },
 }
+"""The options that have a fixed set of values, each value with its meaning, as errors list them."""
 
 AVERAGING = ("ddp", "zero1", "local_sgd")
+"""The strategies that average gradients in buckets; ``local_sgd`` does so during its warm-up."""
+
 TOGETHER = (*AVERAGING, "fsdp", "parameter_server", "hogwild")
+"""The strategies whose ranks train one model together."""
+
 OF_STRATEGIES = {
     **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
     "wrap": ("fsdp",),
@@ -69,12 +74,12 @@ OF_STRATEGIES = {
     **dict.fromkeys(("servers", "staleness"), ("parameter_server",)),
     **dict.fromkeys(("batch", "uneven", "lr", "loss"), TOGETHER),
 }
-"""The options that only some strategies have, each with these."""
+"""The options that only some strategies have, each with the strategies that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of :class:`parwrap.distributed`, checked."""
+    """The options of :class:`parwrap.distributed`. A value or a combination that is refused raises :class:`UsageError`."""
 
     backend: str | None = None
     seed: int | None = None
@@ -194,12 +199,12 @@ class Options:
 
     @property
     def patience(self) -> timedelta | None:
-        """``timeout`` as a ``timedelta``, as torch needs it."""
+        """``timeout`` as a ``timedelta``, as torch needs it; ``None`` if it is not set."""
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
 
     @property
     def averages_losses(self) -> bool:
-        """Whether every backward leaves the mean over ranks in its loss (contract, rule 5); with ``"local_sgd"`` only the warm-up does.
+        """Whether every backward leaves the mean over ranks in its loss (contract, rule 5); with ``"local_sgd"``, only the warm-up does so.
 
         >>> Options().averages_losses, Options(strategy="hogwild").averages_losses
         (True, False)
@@ -209,7 +214,7 @@ class Options:
         return self.strategy not in ("local_sgd", "hogwild", "none")
 
     def lr_factor(self, size: int) -> float:
-        """The factor of learning rates on ``size`` ranks.
+        """The number by which learning rates are multiplied on ``size`` ranks.
 
         >>> Options(lr="sqrt").lr_factor(4)
         2.0
@@ -222,10 +227,10 @@ def _whole(number: object, least: int) -> bool:
 
 
 def check_positive(**values: object) -> None:
-    """Refuse values that are no positive integers, by their names.
+    """Refuse values that are not positive integers. The error names the argument.
 
     Raises:
-        UsageError: one of them is not.
+        UsageError: a value is not a positive integer.
     """
     for name, value in values.items():
         if not _whole(value, 1):

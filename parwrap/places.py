@@ -44,7 +44,7 @@ _began_in = _here()
 """The working directory before the script may have changed it, as Hydra does."""
 
 DEPTH = 6
-"""The number of frames that identify a site: enough to see through a script's own helper functions."""
+"""The number of frames that identify a call. With several, calls of one line in a helper function of the script are told apart."""
 
 
 class Place(NamedTuple):
@@ -70,9 +70,12 @@ def _name_of(file: str) -> str:
 
 
 def script_place(frame: FrameType | None = None) -> Place:
-    """The line in the user's script where the running call comes from: the innermost frame of the script.
+    """The line in the user's script where the running call comes from: that of the innermost frame of the script.
 
-    If none of its frames is the script's, it is the innermost one outside of torch and parwrap: a library's.
+    If no frame is the script's, it is that of the innermost frame of a library other than torch and parwrap.
+
+    Args:
+        frame: the frame to begin at; by default the caller's.
     """
     innermost = frame = sys._getframe(1) if frame is None else frame
     outside = None
@@ -89,7 +92,10 @@ def script_place(frame: FrameType | None = None) -> Place:
 
 
 def warn(text: str) -> None:
-    """Warn at the script's innermost line in the running call, or at the script's last line if it has ended."""
+    """Give the warning ``text``, with the line of the script that the running call comes from.
+
+    If this thread runs no code of the script, the line is that of the main thread; after the script's end, its last line.
+    """
     frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         warnings.warn_explicit(text, UserWarning, sys.argv[0], len(linecache.getlines(sys.argv[0])))
@@ -99,16 +105,19 @@ def warn(text: str) -> None:
 
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the script around ``frame``, if it is in a module (the fork server's command is not)."""
+    """The innermost frame of the script, from ``frame`` outwards; ``None`` if there is none.
+
+    Frames without a module do not count: the fork server's command has one.
+    """
     while frame is not None and not (frame.f_globals.get("__name__") and _kind_of(frame) == SCRIPT):
         frame = frame.f_back
     return frame
 
 
 def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
-    """A key for the site where the running call comes from, and a function that returns the code objects in it.
+    """A key for the line that the running call comes from and the calls around it, and a function that returns their code objects.
 
-    The ids of these identify the site, so who keeps the key keeps them.
+    The key contains the ids of these objects. Keep the objects as long as the key, or other objects may get their ids.
     """
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
@@ -129,9 +138,9 @@ def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tu
 
 
 def from_script(frame: FrameType | None) -> bool:
-    """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
+    """Whether ``frame`` runs the script's code: ``__main__``, its package, and files below its folder that are not installed.
 
-    For frames of the standard library, such as ``threading``, the frames around them decide.
+    For a frame of the standard library, such as ``threading``, the frame around it decides. If no frame decides, the answer is true.
     """
     while frame is not None:
         kind = _kind_of(frame)
@@ -142,14 +151,14 @@ def from_script(frame: FrameType | None) -> bool:
 
 
 def outside_of(frame: FrameType | None, *packages: str) -> FrameType | None:
-    """The innermost frame around ``frame``, or ``frame`` itself, that runs a module of none of ``packages``."""
+    """The first frame, from ``frame`` outwards, whose module is in none of ``packages``; ``None`` if there is none."""
     while frame is not None and module_name(frame).partition(".")[0] in packages:
         frame = frame.f_back
     return frame
 
 
 def module_name(frame: FrameType) -> str:
-    """The name of the module that ``frame`` runs, or an empty text."""
+    """The name of the module that ``frame`` runs; empty if it has none."""
     return frame.f_globals.get("__name__") or ""
 
 
@@ -170,24 +179,25 @@ def is_standard(file: str) -> bool:
 
 
 def begin_here() -> None:
-    """Note that a command begins in this working directory, to which the path of its script may be relative."""
+    """Save the working directory in which a command begins: the path of its script may be relative to it."""
     global _began_in
     _began_in = _here()
     _kind.cache_clear()
 
 
 SCRIPT, LIBRARY, OURS, PASSING = range(4)
+"""Whose code it is: the user's, a library's, torch's or parwrap's, or code that only calls others, as the standard library."""
 
 
 def _kind_of(frame: FrameType) -> int:
-    """Whether ``frame`` runs code of the user, wherever its file is, of a library, of torch or parwrap, or code that only calls others."""
+    """Whose code ``frame`` runs: ``SCRIPT``, ``LIBRARY``, ``OURS`` or ``PASSING``. The script's own package is ``SCRIPT`` in any folder."""
     kind = _kind(frame.f_code.co_filename)
     return SCRIPT if kind == LIBRARY and _in_main_package(frame) else kind
 
 
 @functools.cache
 def _kind(file: str) -> int:
-    """Whether the source ``file`` contains code of the user, of a library, of torch or parwrap, or code that only calls others."""
+    """Whose code the source ``file`` contains, by its path alone: ``SCRIPT``, ``LIBRARY``, ``OURS`` or ``PASSING``."""
     if file.startswith("<frozen ") or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
         return PASSING
     if is_ours(file):
@@ -196,8 +206,10 @@ def _kind(file: str) -> int:
 
 
 def _is_in_script_directory(file: str) -> bool:
-    """Whether ``file`` is below the script's directory, or below the one where it began. Other files may be libraries that ``PYTHONPATH``
-    names."""
+    """Whether ``file`` is below the script's directory or below the working directory in which it began.
+
+    Other files may be libraries in a folder of ``PYTHONPATH``.
+    """
     began_in = os.path.join(_began_in, "")
     script, path = (os.path.normpath(os.path.join(began_in, each)) for each in (sys.argv[0], file))
     return path.startswith((began_in, os.path.join(os.path.dirname(script), "")))

@@ -120,7 +120,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Guess from the command line without torch's parser: a wrong guess only costs time."""
+    """Guess from the command line whether it starts several ranks, without torch's parser. A wrong guess only costs time."""
     if not FORKS or not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _launcher_likely(argv) or _is_rank(environ):
         return False
     if (_given(argv, "--nnodes") or environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
@@ -133,12 +133,12 @@ def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bo
 
 
 def _is_safe() -> bool:
-    """Whether Python was told not to search the current directory for modules."""
+    """Whether Python has an option, such as ``-P``, not to search the current directory for modules."""
     return bool(sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
 
 def _given(argv: Sequence[str], *spellings: str) -> str | None:
-    """The value of an option, if it is on the command line."""
+    """The value of the option with one of these ``spellings``; ``None`` if the command line does not have it."""
     for option, following in zip(argv, [*argv[1:], ""], strict=False):
         if option.partition("=")[0] in spellings:
             return option.partition("=")[2] or following
@@ -146,7 +146,7 @@ def _given(argv: Sequence[str], *spellings: str) -> str | None:
 
 
 def _launcher_likely(argv: Sequence[str]) -> bool:
-    """Whether the command line contains ``--launcher``, ours or an option of the script."""
+    """Whether the command line contains ``--launcher``, which may also be an option of the script."""
     return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in argv)
 
 
@@ -160,7 +160,10 @@ def _is_rank(environ: Mapping[str, str]) -> bool:
 
 
 def _modules_needed(argv: Sequence[str]) -> list[str]:
-    """Modules that ranks will import in any case, to import them once; the first optimizer's take a second."""
+    """The modules that the fork server imports once for all ranks.
+
+    If the script's source contains ``optim``, they include the module that a process's first optimizer imports, which takes a second.
+    """
     scripts = (argument for argument in argv if argument.endswith(".py") and os.path.isfile(argument) and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()

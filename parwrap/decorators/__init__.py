@@ -1,1 +1,1 @@
-"""One public decorator a file; ``scope.py`` is their base; ``distributed.py`` opens everything."""
+"""One file for each public decorator; ``scope.py`` has their base class, and ``distributed.py`` opens the scope in which ranks train."""

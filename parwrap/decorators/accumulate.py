@@ -21,15 +21,16 @@ class accumulate(ScopeDecorator):
     """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
 
     Write ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``, with or without ``distributed``. Each optimizer
-    takes one step for every ``steps`` calls of its ``step()``, on the mean of their gradients. Before that, ``step`` and clipping do
-    nothing, and ``backward`` sends nothing to other ranks. When a loader ends, the last window is shorter. Inside another ``accumulate``
-    it has no effect, and a different ``steps`` is an error.
+    takes one step for every ``steps`` calls of its ``step()``, on the mean of their gradients. The other calls of ``step``, and clipping
+    before them, change nothing, and ``backward`` sends nothing to other ranks. When a loader or the function ends, the optimizer steps on
+    the mean of the batches since its last step. Inside another ``accumulate`` it has no effect, and a different ``steps`` is an error.
 
     Args:
         steps: the number of calls of ``step()`` for one optimizer step, at least 1.
 
     Raises:
-        UsageError: ``steps`` has another value. Inside the function: a step has a closure, or the loop never calls ``step``.
+        UsageError: ``steps`` is not an integer of at least 1. Inside the function: a step has a closure, a step follows another without a
+            backward, or the loop never calls ``step``.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -78,7 +79,7 @@ class accumulate(ScopeDecorator):
                 _open.pop()
 
     def _note_single(self, call: Call) -> None:
-        """Warn of a function that trains on one batch in each call, because a call ends its window."""
+        """Warn, in the second such call, that each call trains on one batch only, so that every batch gets a step of its own."""
         self._singles += 1
         if self._singles == 2:
             warn(

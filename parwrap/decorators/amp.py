@@ -27,26 +27,28 @@ from parwrap.ranks.group import current, say
 __all__ = ["amp", "amp_state"]
 
 HALVING = {"in calls": HalfInCalls, "for good": HalfForGood}
+"""The interceptor for each value of ``Precision.model`` that casts models."""
 
 
 class amp(ScopeDecorator):
-    """Compute in half precision where it is faster, with dynamic loss scaling where it is needed.
+    """Compute in half precision where it is faster; with fp16, also scale the loss dynamically.
 
     Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves unscaled gradients, and a step with a gradient
     that is not finite is skipped on every rank. The scale is kept from call to call, unless the function builds an optimizer before its
-    first backward. Inside another ``amp``, a dtype or level sets the precision of the forward, and the scale stays that of the outer one.
+    first backward: then it begins again. Inside another ``amp``, one without a dtype, level or device has no effect. A dtype or level sets
+    the precision of the forward, and if the outer ``amp`` has a loss scale, the inner one uses it.
 
     Args:
-        dtype: ``"bf16"``, ``"fp16"`` (which adds the loss scale), or ``"auto"``: bf16 where the device has it. ``"bfloat16"``,
-            ``"float16"``, torch's own dtypes and the levels are accepted too.
+        dtype: ``"bf16"``, ``"fp16"`` (which adds the loss scale), or ``"auto"``: bf16 where the device has it, otherwise fp16.
+            ``"bfloat16"``, ``"float16"``, torch's own dtypes and the levels are accepted too.
         level: instead of a dtype, one of Apex's levels. ``"O0"``: float32, without changes; ``"O1"``: as ``"fp16"``; ``"O2"``:
             a float16 model with float32 BatchNorm, float32 master weights and the loss scale; ``"O3"``: a pure float16 model, which
-            stays float16.
-        device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or a GPU if torch can use one.
+            is still float16 after the function returns.
+        device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or without ranks a GPU if torch can use one.
         init_scale: the first scale.
-        growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
-        backoff_factor: the factor of the scale after an iteration with a skipped step.
-        growth_interval: the number of iterations before the scale grows.
+        growth_factor: multiplies the scale after ``growth_interval`` iterations in a row without a skipped step.
+        backoff_factor: multiplies the scale after an iteration with a skipped step.
+        growth_interval: how many iterations without a skipped step it takes until the scale grows.
 
     Raises:
         UsageError: an unknown option or value; an operation that the device lacks in half precision.
@@ -122,7 +124,7 @@ class amp(ScopeDecorator):
             yield
 
     def _scalings(self, state: AmpState, optimizers: list[Optimizer]) -> list[Scaling]:
-        """The interceptor of the loss scale, if any. It is the same in every call, so the scale persists."""
+        """A list with the interceptor of the loss scale, which is the same in every call; empty if ``state`` does not scale."""
         if not state.scales:
             return []
         self._scaling = self._scaling or Scaling(state, self._say)
@@ -139,7 +141,8 @@ class amp(ScopeDecorator):
 def amp_state() -> AmpState:
     """The loss scale and the number of skipped steps of the enclosing ``amp``, for logging and checkpoints.
 
-    It has ``scale``, ``skipped_steps``, ``state_dict()`` and ``load_state_dict(state)``. Without scaling, the scale is 1.
+    It has ``scale``, ``skipped_steps``, ``state_dict()`` and ``load_state_dict(state)``. Outside of ``amp`` and without scaling, the scale
+    is 1.
 
     >>> with amp(dtype="fp16", init_scale=1024.0):
     ...     amp_state()

@@ -37,12 +37,12 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
         x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
 
     Returns:
-        A tensor with the rows of all ranks along dimension 0, on the device of ``x``. ``x`` itself on one rank, in a pass that every rank
-        reads whole, and with ``strategy="none"``.
+        A tensor with the rows of all ranks along dimension 0, on the device of ``x``. It is ``x`` itself on one rank, in a pass that every
+        rank reads whole, and with ``strategy="none"``.
 
     Raises:
         UsageError: ``x`` is not a tensor with rows, or the call is in a checkpoint that the backward recomputes.
-        RankMismatchError: dtypes or shapes of rows differ; on every rank, with the difference.
+        RankMismatchError: the dtypes or shapes of rows differ between ranks; every rank raises it, with the difference.
 
     >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
     tensor([[1.],
@@ -69,8 +69,9 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         count: the number of tokens or samples in it; may be 0.
 
     Returns:
-        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts, and by the weight of a batch that has one; 0 if
-        nothing is counted. The mean of this rank alone where it trains a model of its own, and in a pass that every rank reads whole.
+        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts, and by the weight with which parwrap multiplies the
+        loss of this batch, if it has one; 0 if nothing is counted. On one rank, with ``strategy="none"``, and in a pass that every rank
+        reads whole, it is the mean of this rank's losses.
 
     Raises:
         UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is not a non-negative number.
@@ -132,14 +133,14 @@ def _from_all_ranks(x: torch.Tensor) -> torch.Tensor:
 
 
 _sums: weakref.WeakKeyDictionary[Any, Statistics] = weakref.WeakKeyDictionary()
-"""For each process group of all ranks, the object that sums gradients over it. It never uses the group that averages gradients."""
+"""For each process group of all ranks, the object that sums gradients over these ranks. Averages of gradients use another group."""
 
 
 def _agreed_rows(x: torch.Tensor, requires_grad: bool, group: Group) -> list[int]:
-    """The number of rows of each rank.
+    """The number of rows of ``x`` on each rank.
 
     Raises:
-        RankMismatchError: the dtypes or shapes of rows differ between ranks.
+        RankMismatchError: the dtypes or shapes of rows, or ``requires_grad``, differ between ranks.
     """
     alike = {"each row": f"{list(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}", "requires_grad": str(requires_grad)}
 
@@ -156,7 +157,7 @@ def _agreed_rows(x: torch.Tensor, requires_grad: bool, group: Group) -> list[int
 
 
 def _sent(x: torch.Tensor, rows: Sequence[int], group: Group) -> torch.Tensor:
-    """The rows of all ranks, sent as bytes, with parts padded to the longest: not every backend supports every dtype."""
+    """Gather the rows of all ranks, each rank's padded to the longest. They travel as bytes, because some backends lack some dtypes."""
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     mine = x.detach().contiguous().reshape(-1).view(torch.uint8)
     part = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=home(group))

@@ -26,15 +26,17 @@ class data_parallel(ScopeDecorator):
     Write ``@data_parallel``, ``@data_parallel([0, 1])`` or ``with data_parallel():``. Inputs are cut along dimension 0, as by
     ``torch.nn.DataParallel``, and outputs are joined along it. Outputs, losses and gradients are those of one device, if samples do not
     depend on each other; ``sync_bn`` makes batch norms use the whole batch. A module counts as a model if it has parameters and is called
-    from outside any other module. On several ranks with one device each, it has no effect. A ``data_parallel`` inside another one applies
-    to its own block, so one that names a single device keeps a part of the program whole.
+    from outside any other module. On several ranks it has no effect unless it names several devices, which is an error. Inside another
+    ``data_parallel``, the inner one decides for its function or block; if it names a single device, nothing is divided there.
 
     Args:
         device_ids: GPU numbers or device names, such as ``[0, 1]`` or ``["cpu", "cpu"]``, or ``"all"``, which are the GPUs that torch
-            sees. The model must be on the first. A device may be repeated. With a single one, or none, nothing is divided.
+            sees. The model must be on the first. A device may be repeated. With a single device, and with ``"all"`` on a machine that has
+            fewer than two GPUs, nothing is divided.
         gather: whether outputs are gathered on the first device. If not, they stay on their devices, look like whole tensors, and
             torch's losses are computed on the parts; any other operation gathers them when needed.
-        loss: ``"mean"`` or ``"sum"``: how a loss that the model returns as a number combines the samples of a batch.
+        loss: ``"mean"`` or ``"sum"``: how a loss that the model returns as a number combines the samples of a batch. Leave it out if the
+            model returns no number.
 
     Raises:
         UsageError: an unknown option or value; several devices on several ranks. Inside the function: outputs that cannot be joined.

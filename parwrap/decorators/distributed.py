@@ -101,19 +101,19 @@ STRATEGIES = {
     "hogwild": "Hogwild",
     "parameter_server": "ParameterServer",
 }
-"""The class of each strategy, whose file in ``strategies/`` has its name and is imported when it is used."""
+"""The class of each strategy. The file in ``strategies/`` with the strategy's name defines it, and is imported when it is used."""
 
 
 class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
     Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no process
-    group. Inside another ``distributed``, also that of ``parwrap.run``, the inner one joins the outer one: its options hold for its own
-    function and win over those outside. ``backend``, ``strategy`` and ``timeout`` come from the outermost one.
+    group. Inside another ``distributed``, also that of ``parwrap.run``, the options given here replace those of the outer one while the
+    inner function runs. ``backend``, ``strategy`` and ``timeout`` are always those of the outermost one.
 
     Args:
         backend: the backend of the process group; by default nccl for GPUs and gloo for the CPU.
-        seed: the seed of torch, numpy and python on all ranks; by default they continue from rank 0's state.
+        seed: the seed of torch, numpy and python on all ranks; by default all ranks continue from rank 0's random state.
         batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part of every
             batch, so that a model without random layers trains as in a single process, up to rounding.
         uneven: if samples do not divide evenly, ``"pad"``: some are repeated, like in ``DistributedSampler``; ``"drop"``: some are skipped;
@@ -129,14 +129,16 @@ class distributed(ScopeDecorator):
             each rank step on weights in shared memory; ``"parameter_server"`` lets some ranks hold the weights and step; ``"none"`` trains
             a model on each rank.
         bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
-        gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
+        gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but a gradient that the script keeps across steps changes.
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``: sends gradients in fewer bytes.
         powersgd_rank: the rank of the matrices that PowerSGD sends.
-        wrap: with ``"fsdp"``, the modules to gather one by one: a class, its name, a tuple of these, or a number: every module with at
-            least so many parameters. By default blocks of 100,000 parameters or more that are repeated in a list.
+        wrap: with ``"fsdp"``, which modules to gather separately: a class, a class name or a tuple of these; or a number n, for modules
+            with n parameters or more, not counting those of modules inside that are gathered separately. By default, modules of an
+            ``nn.ModuleList`` or ``nn.Sequential`` that have 100,000 parameters or more and share their class with another one there.
         every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
         warmup: with ``"local_sgd"``, the number of steps at the beginning in which gradients are averaged instead of weights.
-        outer: with ``"local_sgd"``, ``"nesterov"``: an outer optimizer takes a step instead of each average, as in DiLoCo.
+        outer: with ``"local_sgd"``, ``"nesterov"``: SGD with Nesterov momentum steps on the averaged change of the weights, as in DiLoCo.
+            By default the weights become their average.
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the momentum of the outer optimizer.
         lock: with ``"hogwild"``, one rank at a time takes a step.
@@ -146,7 +148,7 @@ class distributed(ScopeDecorator):
         timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
         nprocs: in a process that no launcher has started, a call starts this many ranks for itself: a number, ``"gpu"``, ``"cpu"`` or
             ``"auto"``; see :func:`parwrap.launch`.
-        start_method: with ``nprocs``, ``"fork"`` or ``"spawn"``: how ranks are started.
+        start_method: with ``nprocs``, ``"fork"`` or ``"spawn"``: how ranks are started; see :func:`parwrap.launch`.
 
     Raises:
         UsageError: an unknown option or value.
@@ -202,7 +204,10 @@ def _there_are_ranks() -> bool:
 
 
 def _on_new_ranks(call: Call, size: int, options: Options, run: Callable[[], Any]) -> Any:
-    """Start ranks that make a call with ``run``. Their random streams continue this process's, which then continue those of rank 0."""
+    """Start ``size`` ranks that make ``call`` by ``run()``, and return rank 0's result.
+
+    The ranks continue from this process's random state. Afterwards, this process continues from rank 0's.
+    """
     names = functools.partial(named, call)
     there = names().values()
     function = functools.partial(_continued, run, get_states())
@@ -234,7 +239,7 @@ def script_scope(*, log: str | None = None, heard: bool = False, quiet: bool = T
     The launch variables and the process group are hidden from the script. Otherwise, its own distributed code would start.
 
     Args:
-        log: the file for the output of a rank that is silent.
+        log: the file for the output of this rank if it is above 0 and not ``heard``; ``None`` drops the output.
         heard: whether ranks above 0 print too, because the launcher shows all ranks.
         quiet: whether no summary is printed at the end.
         options: see :class:`distributed`.
@@ -248,7 +253,7 @@ def no_sync() -> AbstractContextManager[None]:
     """Inside the ``with`` block, backwards add up gradients on this rank; the first backward after it averages the sums.
 
     Use it where a loop accumulates by hand, to send gradients once. It does nothing outside of ``distributed``, on one rank, and with a
-    strategy that averages no gradients. With fsdp, gradients are sent in each backward all the same.
+    strategy that averages no gradients. With fsdp, each backward still sends gradients.
 
     >>> with no_sync():
     ...     pass
@@ -296,10 +301,10 @@ def evaluating(divides: bool) -> Iterator[Callable[[], None]]:
     """Inside the block, ranks evaluate: all draw the same, and nothing trains.
 
     Args:
-        divides: whether each rank reads a part.
+        divides: whether each rank reads a part of the data; otherwise it reads all.
 
     Yields:
-        a function to call when a pass begins, on all ranks.
+        a function that every rank calls when a pass of the evaluation begins.
     """
     if _scope is None or (strategy := _scope.strategy) is None:
         yield lambda: None
@@ -314,7 +319,7 @@ def evaluating(divides: bool) -> Iterator[Callable[[], None]]:
 
 
 def trains_apart() -> bool:
-    """Whether each rank trains a model of its own."""
+    """Whether each rank trains a model of its own, with ``strategy="none"``."""
     return _scope is not None and _scope.strategy is not None and not _scope.strategy.together
 
 
@@ -323,7 +328,7 @@ class _Script(NamedTuple):
 
     Attributes:
         hidden: the environment variables that it does not see.
-        log: the file for the output of a rank that is silent.
+        log: the file for the output of a rank above 0 that is not ``heard``; ``None`` drops it.
         heard: whether ranks above 0 print too.
         quiet: whether no summary is printed at the end.
     """
@@ -335,11 +340,15 @@ class _Script(NamedTuple):
 
 
 _scope: _Scope | None = None
+"""The scope that is open in this process, if any."""
 
 
 @contextmanager
 def _opened(options: Options, call: Call, script: _Script | None = None) -> Iterator[None]:
-    """Open a scope inside the block, in the open process group or in a new one."""
+    """Open a scope inside the block, in parwrap's open process group or in a new one.
+
+    If the script has started a process group itself, nothing is opened, and a message says so.
+    """
     global _scope
     outer = groups.current()
     if outer is None and dist.is_initialized():
@@ -371,7 +380,7 @@ class _Scope(Interceptor):
         options: the options of the innermost running function.
         leave_group: stops the process group, if it was started for this scope.
         whole: the process group of all ranks; ``None`` on one rank.
-        server: what serves the workers, on a parameter server.
+        server: on a parameter server, the object that serves the workers; ``None`` on other ranks.
 
     Attributes:
         strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
@@ -394,7 +403,12 @@ class _Scope(Interceptor):
 
     @contextmanager
     def entered(self, call: Call, script: _Script | None) -> Iterator[None]:
-        """Install everything, run the block, and end together with the other ranks."""
+        """Install all interceptors, run the block, and end together with the other ranks.
+
+        Args:
+            call: the call of the user's function, or of a whole script.
+            script: how a whole script runs; ``None`` for a function or block.
+        """
         hidden, log, heard, quiet = script or _Script()
         module = "__main__" if script else module_of(call.function)
         with self._undo:
@@ -433,12 +447,16 @@ class _Scope(Interceptor):
             self.loop.same_step.positions.raised(error)
 
     def part(self) -> int | None:
-        """The number of samples in this rank's part of a batch, if batches are divided."""
+        """The number of samples in this rank's part of a batch; ``None`` if batches are not divided."""
         return self.loop.passes.samples if self.loop is not None and self._options.batch == "global" else None
 
     def _end(self, returns: bool, quiet: bool) -> None:
-        """End together with the other ranks, and say what was trained; not after an interrupt, which a script may have caught on some
-        ranks only."""
+        """End together with the other ranks, and print the summary. After an interrupt do neither: some ranks may have caught it.
+
+        Args:
+            returns: whether this process goes on, so that sharded models must become whole; a script's process ends.
+            quiet: whether no summary is printed.
+        """
         if self._server is not None:
             self._server.serve()
         if (strategy := self.strategy) is None:
@@ -505,7 +523,7 @@ class _Scope(Interceptor):
         return [optimizers, modules, losses, *shared, divisors, self.strategy, self]
 
     def forked(self) -> None:
-        """Act alone in a process that this rank has forked: it is no rank, so all that it trains and ends is its own."""
+        """Remove what belongs to the ranks, in a process that this rank has forked: the process is no rank, and trains by itself."""
         groups.leave()
         self._training.close()
         if self._interrupts is not None:
@@ -540,7 +558,7 @@ class _Scope(Interceptor):
         return self._options.lr_factor(self._group.world.size if self._group else 1)
 
     def distributes_itself(self, what: str) -> None:
-        """Remove all interceptors, because the script distributes itself."""
+        """Remove all interceptors, because the script distributes itself by a call of ``what``."""
         self.strategy = None
         self._undo.close()
         if what == "init_process_group":
@@ -557,7 +575,7 @@ run_after_fork(_forked)
 
 
 class HiddenWhileRead(Interceptor):
-    """Hides the process group from a stream that is read, which would divide itself once more."""
+    """Hides the process group from an ``IterableDataset`` while it is read. Otherwise it might divide what parwrap divides already."""
 
     def hides_group(self, frame: FrameType) -> bool:
         return groups.is_reading_stream() and not is_ours(frame.f_code.co_filename)
@@ -614,7 +632,10 @@ def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wa
 
 
 def _whole_work(passes: Passes, group: Group) -> str | None:
-    """What to say at the end if no rank had less to do than one process, though no losses of the ranks could be compared."""
+    """The line at the end of a run in which no rank had less to do than one process: all data was read whole, and nothing averaged.
+
+    ``None`` otherwise. If gradients were averaged, ``checks/same_work.py`` has compared the losses.
+    """
     if passes.whole_at is None or passes.backwards:
         return None
     return (
@@ -625,7 +646,7 @@ def _whole_work(passes: Passes, group: Group) -> str | None:
 
 
 def _stand_aside(what: str) -> None:
-    """Say that parwrap only starts the ranks."""
+    """Print that parwrap only starts the ranks, because the script calls ``what`` itself."""
     say(
         f"this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own distributed "
         "code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables."

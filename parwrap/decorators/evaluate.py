@@ -1,6 +1,6 @@
 """``@evaluate``: the ranks of a plain ``evaluate(model, loader)`` together read each sample once, and return what one process would.
 
-``data/evaluation_shares.py`` divides the data, ``data/merging.py`` merges the ranks' results and compares them with those of the whole.
+``data/evaluation_shares.py`` divides the data. ``data/merging.py`` merges the ranks' results, and compares with the result of all the data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TRIES = 3
 """The number of calls to compare if the parts are so similar that any way to merge them would seem right."""
 
 MOST_CHECKED = 16
-"""The most lengths of datasets for which a function's results are compared."""
+"""For at most this many different lengths of datasets, a function's results are compared."""
 
 
 class evaluate(ScopeDecorator):
@@ -60,9 +60,9 @@ class evaluate(ScopeDecorator):
     or missed, even if a loader has fewer batches than there are ranks. Batches are those of a single process, and so are all lengths. Each
     pass must read its loader to the end. With one rank it has no effect.
 
-    The first call also evaluates all the data on every rank, and compares. If the merged result differs by more than floating-point noise,
-    one warning says so, and every rank evaluates everything, in this and later calls. The same holds for a function with side effects, such
-    as a list it appends to, a metric it updates or a file it writes, because these would cover only a rank's part.
+    The first call also evaluates all the data on every rank, and compares the results. If the merged result differs by more than
+    floating-point noise, one warning says so, and every rank evaluates everything, in this and later calls. The same holds for a function
+    with side effects, such as a list it appends to, a metric it updates or a file it writes: these would cover only a rank's part.
 
     Args:
         reduce: how the ranks' results are merged. Dicts, tuples and dataclasses are merged by entry; values other than numbers, tensors
@@ -73,11 +73,12 @@ class evaluate(ScopeDecorator):
             - ``"sum"``: for counts, and for sums divided by the length of all the data: ``len(loader.dataset)`` or ``len(loader)``.
             - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
               process.
-            - a function of the list of the ranks' results, in their order; on one rank, a list of one.
+            - a function that gets a list of the ranks' results, in the order of ranks, and returns the merged one. On one rank, the list
+              has one entry.
             - a dict or tuple of these, one for each entry of the result.
-        check: compare the first result with that of all the data, and once for datasets of every other length, up to 16 lengths. If the
-            ranks' parts gave results so alike that a wrong ``reduce`` would not show, up to two more calls are compared. ``False`` divides
-            the data unchecked.
+        check: whether the first call compares its result with that of all the data, and so does the first call with datasets of other
+            lengths, for up to 16 lengths. If the ranks' parts gave results so alike that a wrong ``reduce`` would not show, up to two more
+            calls are compared. ``False`` divides the data unchecked.
 
     Raises:
         UsageError: ``reduce`` is missing or has another value, the function trains, or its results cannot be merged exactly.
@@ -145,11 +146,11 @@ def _ways(reduce: Any) -> Iterator[Any]:
 
 
 class _Trust:
-    """Whether the merged result of the ranks equals that of all the data, for one function.
+    """What is known of one function: whether the merged result of the ranks equals that of all the data.
 
     Attributes:
         whole: whether the results differed, so that every rank evaluates all the data.
-        checks: whether to compare.
+        checks: the option ``check`` of the decorator.
     """
 
     def __init__(self, checks: bool) -> None:
@@ -173,6 +174,8 @@ class _JointCall:
         group: the ranks.
         reduce: how their results are merged.
         function, args, kwargs: the call.
+        name: the name of the function, with its file and line.
+        arguments: the arguments by their names.
     """
 
     group: Group
@@ -194,7 +197,7 @@ class _JointCall:
         return tuple(len(each.dataset) for each in held if isinstance(each, DataLoader) and hasattr(each.dataset, "__len__"))
 
     def together(self, mine: Any, error: Exception | None) -> list[Any]:
-        """Gather ``mine`` of every rank, in the order of ranks.
+        """Gather ``mine`` of every rank, in the order of ranks; ``error`` is what the function has raised on this rank, if anything.
 
         Raises:
             _FailedError: on all ranks, if one of them passes an ``error``.
@@ -293,7 +296,7 @@ def _whole(call: _JointCall, reads: Callable[[DataLoader], None] = lambda loader
 
 
 def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception | None]:
-    """The result of ``call``, or what it raised; errors of parwrap are raised at once."""
+    """The result of ``call`` and ``None``, or ``None`` and the exception. An error of parwrap is not returned but raised."""
     try:
         result = call.run(evaluation)
         refuse_unrun(inspect.unwrap(call.function), result)
@@ -307,11 +310,11 @@ def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception |
 
 
 def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Part]]:
-    """The merged result of the ranks' parts, and the parts in order.
+    """Run the call on this rank's part of the data. Returns the merged result of all parts, and the parts in their order.
 
     Args:
         call: the call.
-        states: the random states to begin with.
+        states: the random states to begin with; ``None`` for the current ones.
     """
     world = call.group.world
     with evaluating(divides=True) as begins:
@@ -339,7 +342,7 @@ NOTHING_READ = (
 )
 
 OTHERS = {"mean": ("sum", "lengths are those of all the data"), "sum": ("mean", "it is divided by the samples or batches of a part")}
-"""For each reduction the other that may be right, and why."""
+"""For each reduction, the one that may be right instead, and the reason."""
 
 REMEDY = (
     'To divide the work, return the inputs of the metric, such as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
@@ -351,7 +354,10 @@ REMEDY = (
 
 
 def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
-    """Evaluate all the data, then the parts, and compare; the first has the side effects and the output of a single process."""
+    """Evaluate all the data, then the parts, and compare the results.
+
+    Only the output of the first evaluation is shown. It comes first so that its side effects are those of a single process.
+    """
     with evaluating(divides=False):
         states = get_states()
     effects, samplers = _Effects(call), _Samplers()
@@ -398,7 +404,7 @@ def _results(parts: list[Part]) -> list[Any]:
 
 
 def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Part]) -> str:
-    """What differs, and the ``reduce`` that fits, if there is one."""
+    """Words for what differs, and for the ``reduce`` that would be right, if there is one."""
     where = f"; {differing[0][0]}" if differing[0][0] else ""
     shared, of_all = _where_they_differ(*(" ".join(repr(each).split()) for each in differing[0][1:]))
     text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
@@ -458,12 +464,12 @@ class _Effects:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Inside the block, nothing is shown."""
+        """Inside the block, nothing that Python prints is shown; what goes to stdout is kept for :meth:`prints_other`."""
         with redirect_stdout(self._printed_by_part), redirect_stderr(io.StringIO()):
             yield
 
     def prints_other(self) -> bool:
-        """Whether the call on a part has printed something else than the call on all the data."""
+        """Whether the call on a part has printed another text than the call on all the data."""
         return self._printed.getvalue() != self._printed_by_part.getvalue()
 
     def found(self, result: Any) -> str | None:
@@ -495,7 +501,7 @@ class _Tee(io.TextIOBase):
 
 
 class _Samplers:
-    """The states of the samplers that a call has read, to draw the same again."""
+    """The states of the samplers of the loaders that a call reads, so that the next call draws the same samples."""
 
     def __init__(self) -> None:
         self._states: dict[int, tuple[Any, Any]] = {}
@@ -523,19 +529,20 @@ class _Samplers:
 # side effects, one level deep
 
 PASSED_OVER = (DataLoader, Dataset, Sampler, torch.optim.Optimizer, nn.Parameter, type)
-"""Data, code and weights, which an evaluation does not change."""
+"""Data, code and weights: an evaluation does not change these, so they are not searched for side effects."""
 
 MOST = 1 << 20
-"""The most entries of a list, tuple or dict to compare."""
+"""Only this many entries of a list, tuple or dict are compared."""
 
 LARGEST = 1 << 20
-"""The most bytes of an array to compare."""
+"""The values of an array with more bytes are not compared."""
 
 
 def _state(call: _JointCall) -> dict[str, Any]:
-    """The state of what a call can change, by expression: what its code can reach by name, and one level deep in it.
+    """What a call can change, by the expression that reaches it, such as ``self.history``; each in a form that shows a change.
 
-    Lists, dicts, modules and objects of the script that are found there are looked into too.
+    These are the values that its code names, and their members. Lists, dicts, modules and objects of the script among the members are
+    searched one level deeper.
     """
     found: dict[str, Any] = {}
     for name, value in named(Call(call.function, call.args, call.kwargs)).items():
@@ -564,7 +571,7 @@ def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _content(value: Any) -> Any:
-    """The part of ``value`` that is compared."""
+    """What is compared to see whether ``value`` has changed: its identity, and a version, checksum, length or text where there is one."""
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else version_of(value)
     if isinstance(value, np.ndarray):
@@ -575,7 +582,7 @@ def _content(value: Any) -> Any:
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The first place that differs. A new private attribute is not reported, because it is a cache."""
+    """The first place that differs; ``None`` if there is none. A new private attribute does not count, because it is a cache."""
     for place, content in after.items():
         is_cache = place not in before and place.rpartition(".")[2].startswith("_")
         if content != before.get(place) and not is_cache:

@@ -145,7 +145,13 @@ class _Read(_Row):
 
 @dataclass
 class _Averaged(_Row):
-    """A line that runs a backward: when it first and last did so, and how long it has waited, in seconds."""
+    """A line that runs a backward.
+
+    Attributes:
+        begin, end: when its first backward began and its last one ended, in seconds of ``time.perf_counter``.
+        waited: how long its backwards have waited for averages, in seconds.
+        size: the number of parameters with gradients, and the megabytes of these.
+    """
 
     begin: float = 0.0
     end: float = 0.0
@@ -154,7 +160,7 @@ class _Averaged(_Row):
 
 
 class _Begun(Batches):
-    """Tells ``watcher`` of each batch; once the first is there, the pass has begun."""
+    """Calls ``watcher`` before the first batch and after each one: a pass begins when its first batch is drawn."""
 
     def __init__(self, batches: Iterator, watcher: _Watcher, row: _Read, loader: DataLoader) -> None:
         super().__init__(batches)
@@ -189,11 +195,11 @@ class _Watcher(Interceptor):
         return _Begun(original(loader), self, row, loader)
 
     def why_whole(self) -> str:
-        """Why a pass over a loader that begins now does not train, if it does not."""
+        """The reason to give if a pass over a loader that begins now does not train."""
         return self._loop.optimizers.why_whole() or "no backward followed before"
 
     def note_pass(self, row: _Read, loader: DataLoader, why: str) -> None:
-        """Explain in ``row`` the pass over ``loader`` that is open; ``why`` is what :meth:`why_whole` said before it began."""
+        """Explain in ``row`` the open pass over ``loader``; ``why`` is what :meth:`why_whole` returned before the pass began."""
         if (opened := self._loop.passes.innermost) is not None and row.last is not opened:
             row.last = opened
             self._explain_pass(row, loader, opened, why)

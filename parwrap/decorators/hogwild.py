@@ -1,4 +1,4 @@
-"""``@hogwild``: a call of a plain training function forks workers, which train one model in shared memory by ``strategies/hogwild.py``."""
+"""``@hogwild``: a call of a plain training function starts workers, which train one model in shared memory by ``strategies/hogwild.py``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class hogwild(ScopeDecorator):
     """Train one model with several processes at once, each on its own part of the data, without locks (Recht et al., 2011).
 
-    Write ``@hogwild`` or ``@hogwild(workers=4)`` on a plain training function. In a plain process, each call forks the workers, on CPUs and
-    with one thread each, and returns the result of worker 0 when all have ended. Models, optimizers, schedulers and tensors of the caller
-    have the trained state then, in the same objects, as :func:`parwrap.launch` says. An error of a worker is raised in the caller. It is
-    short for ``distributed(strategy="hogwild", nprocs=workers)``: where ranks have been started already, the function runs on these.
+    Write ``@hogwild`` or ``@hogwild(workers=4)`` on a plain training function. In a plain process, each call starts the workers on CPUs,
+    and returns the result of worker 0 when all have ended. On Linux workers are forked, with one thread each; on macOS they are spawned.
+    After the call, the caller's models, optimizers, schedulers and tensors have the trained state, in the same objects; see
+    :func:`parwrap.launch`. An error of a worker is raised in the caller. ``@hogwild`` is short for ``distributed(strategy="hogwild",
+    nprocs=workers)``: where ranks have been started already, the function runs on these.
 
     Args:
         workers: the number of workers; by default the number of cores.
@@ -36,7 +37,7 @@ class hogwild(ScopeDecorator):
         seed: the seed of torch, numpy and python in all workers; by default they continue from the caller's state.
 
     Raises:
-        UsageError: an unknown option or value; or workers cannot be forked where it is called.
+        UsageError: an unknown option or value; or workers cannot be started where it is called, such as on Windows.
         RankMismatchError: a worker ended without a result.
 
     >>> import torch

@@ -33,8 +33,8 @@ def launch(
     Args:
         function: the function to call. Its decorator sets the options of ``distributed``.
         args, kwargs: arguments of the function. If one has the name of an argument of ``launch``, use ``functools.partial``.
-        nprocs: the number of ranks, ``"gpu"``, ``"cpu"`` (a rank for each core) or ``"auto"`` (for each GPU, or each core); by default
-            the number of GPUs, or 1. One rank is this process.
+        nprocs: the number of ranks, ``"gpu"`` (a rank for each GPU), ``"cpu"`` (for each core) or ``"auto"`` (for each GPU; without GPUs,
+            for each core). By default the number of GPUs; without GPUs, 1. With 1, the function runs in this process.
         start_method: ``"fork"``: ranks inherit everything in this process, and compute with one thread each; ``"spawn"``: they are new
             interpreters, which receive what the function uses with cloudpickle, and divide the cores. By default, ranks are forked on
             Linux, unless CUDA has started.
@@ -44,8 +44,8 @@ def launch(
 
     Raises:
         UsageError: an unknown value, or an option that ``function`` does not take; an object that cannot be sent to the ranks or back;
-            cloudpickle is needed but not installed.
-        LaunchError: the machine has fewer GPUs.
+            cloudpickle is needed but not installed; several ranks on Windows.
+        LaunchError: the machine has fewer GPUs than the options need.
         RankMismatchError: a rank ended without a result.
 
     >>> import parwrap

@@ -43,7 +43,7 @@ TRAINING = _Methods(("train", "fit"), "parwrap_methods")
 EVALUATING = _Methods(("evaluate", "validate", "test"), "parwrap_evaluate_methods")
 
 _running: dict[object, tuple[Any, _Methods]] = {}
-"""The instances, or classes, whose decorated methods run; a key for each call, because calls in threads end in any order."""
+"""For each running call of a decorated method, its instance (or class) and the kind of method. Calls in threads may end in any order."""
 
 
 class _Mixin:
@@ -173,7 +173,7 @@ def _wrapped(function: Any, decorators: list[ScopeDecorator]) -> Any:
 
 
 def _once(method: Callable[..., Any], methods: _Methods, decorators: list[ScopeDecorator]) -> Callable[..., Any]:
-    """``method`` in the scopes of ``decorators``, or as it is if another of the ``methods`` of the instance has opened its scopes."""
+    """``method`` in the scopes of ``decorators``. If another of the ``methods`` of the instance runs already, its scopes are used."""
 
     @functools.wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def _once(method: Callable[..., Any], methods: _Methods, decorators: list[ScopeD
 
 
 def _inherited(cls: type, name: str, found: Any) -> Any:
-    """A method that only calls the next one in the method resolution order, which depends on the subclass."""
+    """A method for ``cls`` that only calls the next ``name`` in the method resolution order, which depends on the subclass."""
     if isinstance(found, staticmethod):
         return staticmethod(_like(found, lambda *args, **kwargs: getattr(super(cls, cls), name)(*args, **kwargs)))
     cooperative = _like(found, lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs))

@@ -26,10 +26,10 @@ from parwrap.ranks.group import rank, world_size
 __all__ = ["progress"]
 
 BARS = ("tqdm", "rich", "fastprogress", "lightning_utilities")
-"""Packages whose bars go around a loader."""
+"""Packages with bars that a script puts around a loader."""
 
 EVERY = 0.5
-"""Seconds between two looks at the loss, which wait for a GPU."""
+"""Seconds between two readings of the loss: each waits for the GPU."""
 
 
 class progress(ScopeDecorator):
@@ -58,7 +58,11 @@ class progress(ScopeDecorator):
 
 
 class _Bars(Interceptor):
-    """Shows a bar for each pass that trains."""
+    """Shows a bar for each pass that trains.
+
+    Attributes:
+        epochs: how many bars were shown.
+    """
 
     def __init__(self) -> None:
         self.epochs = 0

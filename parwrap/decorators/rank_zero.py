@@ -37,8 +37,8 @@ class rank_zero_only(ScopeDecorator):
     all ranks afterwards.
 
     Args:
-        local: run it on the first rank of every node.
-        broadcast: send rank 0's result to all ranks, which wait for it; the result must pickle.
+        local: whether to run it on the first rank of every node instead.
+        broadcast: whether to send rank 0's result to all ranks, which wait for it; the result must pickle.
 
     Raises:
         UsageError: used as a ``with`` block, which cannot skip its body; or ``local`` and ``broadcast`` together.
@@ -83,12 +83,12 @@ class rank_zero_only(ScopeDecorator):
 
 
 class rank_zero_first(ScopeDecorator):
-    """Run the block on rank 0 first, and on the other ranks once rank 0 has finished or failed: rank 0 downloads, then the others read.
+    """Run the block on rank 0 first, and on the other ranks after rank 0 has left it, even with an error. Use it for downloads.
 
     Write ``with rank_zero_first():`` or ``@rank_zero_first``.
 
     Args:
-        local: the first rank of every node goes first on its node.
+        local: whether the ranks of each node wait only for the first rank of their node.
 
     >>> with rank_zero_first():
     ...     dataset = list(range(3))
@@ -124,8 +124,8 @@ class rank_zero_first(ScopeDecorator):
 class every_rank_writes(ScopeDecorator):
     """Let every rank, not only rank 0, write files in the block. Use a different path on each rank.
 
-    Write ``with every_rank_writes():`` or ``@every_rank_writes``. Paths written in the block, and everything below directories made in it,
-    stay the rank's own afterwards. It applies to the thread that opens it.
+    Write ``with every_rank_writes():`` or ``@every_rank_writes``. After the block, every rank may still write to the paths that it has
+    written in it, and below the directories that it has made in it. The block affects only the thread that opens it.
 
     >>> import json, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, every_rank_writes():
@@ -181,7 +181,7 @@ def _check_pickles(result: Any, function: Callable[..., Any]) -> None:
 
 
 def _waiting_group(name: str) -> Group | None:
-    """The group whose store the ranks wait at; ``None`` if this rank is the only one."""
+    """The group in whose store waiting ranks look; ``None`` if there is only one rank."""
     group = open_group()
     if group is not None and group.store is None:
         raise UsageError(
@@ -193,7 +193,7 @@ def _waiting_group(name: str) -> Group | None:
 
 _lock = threading.Lock()
 _keys: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-"""How often each name has been used in a store. All of its ranks count alike."""
+"""For each store, how often each name has been used. All ranks count alike, so they use the same keys."""
 
 
 def _next_key(group: Group, name: str) -> str:
@@ -208,7 +208,7 @@ def _store(group: Group) -> SignedStore:
 
 
 def _wait(group: Group, key: str, what: Callable[[], str], first: str = "rank 0") -> str:
-    """Wait until the rank that goes first has written ``key``, and return the text."""
+    """Wait until the rank that goes first has written the text of ``key``, and return it; empty if that rank has not failed."""
     store, nap, until = _store(group), NAP[0], time.monotonic() + group.timeout.total_seconds()
     while not store.has(key):
         if time.monotonic() > until:

@@ -39,12 +39,12 @@ UNRUN = (
     (CoroutineType, "cr_frame", "a coroutine", "return asyncio.run(...)"),
     (AsyncGeneratorType, "ag_frame", "an async generator", "return a list of what it yields"),
 )
-"""Results that are code that has not run yet: their types, where they hold its frame, their names, and what to return instead."""
+"""Results whose code has not run yet: their type, the attribute that holds the frame, their name, and what to return instead."""
 
 
 @dataclass(eq=False)
 class Call:
-    """What a scope opens around: a call of ``function``, or a ``with`` block if that is ``None``.
+    """What a scope opens around: a call of ``function``, or a ``with`` block if ``function`` is ``None``.
 
     Attributes:
         result: what the function has returned; a scope may replace it.
@@ -63,10 +63,10 @@ class ScopeDecorator:
     """
 
     layer: int = 0
-    """Scopes on one function open in ascending order."""
+    """The scopes of several decorators on one function open in ascending order of their layers."""
 
     of_command: bool = False
-    """Whether an option of the command opens it around the script."""
+    """Whether an option of ``parwrap run`` has opened it around the script."""
 
     not_here: ClassVar[Mapping[str, str]] = {}
     """Advice for options that this decorator does not have, by the option's name."""
@@ -99,12 +99,12 @@ class ScopeDecorator:
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """The names of its options."""
+        """The names of this decorator's options."""
         return tuple(inspect.signature(cls.__init__).parameters)[1:]
 
     @classmethod
     def _first_is_option(cls) -> bool:
-        """Whether its first option may be passed by position."""
+        """Whether this decorator's first option may be passed by position."""
         return any(each.kind is each.POSITIONAL_OR_KEYWORD for each in list(inspect.signature(cls.__init__).parameters.values())[1:])
 
     def scope(self, call: Call) -> AbstractContextManager:
@@ -119,12 +119,15 @@ class ScopeDecorator:
         return self.wrapped(function)
 
     def wrapped(self, function: Any) -> Any:
-        """The decorated form of ``function``."""
+        """``function`` in the scope of this decorator and in those of the decorators that it has already."""
         plain, decorators = (function, ()) if inspect.ismethod(function) else undecorated(function)
         return scoped(plain, (self, *decorators))
 
     def elsewhere(self, call: Call) -> Callable[[Callable[[], Any]], Any] | None:
-        """A function that makes ``call`` in other processes; ``None`` to make it in this process."""
+        """How to make ``call`` in other processes; ``None`` to make it in this process.
+
+        The returned function gets a function without arguments that makes the call, runs it in other processes, and returns the result.
+        """
         return None
 
     def __enter__(self) -> Any:
@@ -187,7 +190,7 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
 
 
 def refuse_unrun(function: Any, result: Any) -> None:
-    """Raise :class:`UsageError` for a result that is code of the script which has not run yet, and would run when the scope is closed.
+    """Raise :class:`UsageError` if ``result`` is code of the script that has not run yet, and would run after the scope has closed.
 
     Generators of libraries, such as ``model.parameters()``, need no scope.
     """
@@ -215,7 +218,10 @@ def block_frame() -> FrameType | None:
 
 
 def describe(function: Any) -> str:
-    """Name, file and line of a function or class, for errors; of what a ``functools.partial`` or an object with ``__call__`` runs."""
+    """Name, file and line of a function or class, for errors.
+
+    For a ``functools.partial``, they are those of its function; for another object with ``__call__``, those of its class.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__qualname__"):

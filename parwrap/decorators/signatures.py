@@ -16,6 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Decorator(Protocol[P]):
+    """A decorator, called with the function to decorate or with options."""
+
     @overload
     def __call__(self, function: F, /) -> F: ...  # type: ignore[overload-overlap]  # no option of ours is a function
 
@@ -29,6 +31,6 @@ def decorator(init: Callable[Concatenate[Any, P], None]) -> Decorator[P]:
 
 
 class Accumulate(Protocol):
-    """Used with the number of steps: ``@accumulate(4)``."""
+    """The decorator ``accumulate``, which always takes the number of steps: ``@accumulate(4)``."""
 
     def __call__(self, steps: int) -> ScopeDecorator: ...

@@ -30,7 +30,7 @@ class uniform_length(ScopeDecorator):
     sequence, if ``attention_mask`` or ``pad_value`` marks the padding. ``pad_collate`` replaces torch's ``default_collate``, but your own
     ``collate_fn`` is kept.
 
-    All samples of a shuffled loader are read once, unless ``length`` is a sequence.
+    To find the lengths, parwrap reads every sample of a shuffled loader once before the first pass, unless ``length`` is a sequence.
 
     Args:
         length: the length of a sample: a function of a sample, the name or position of a field in it, or a sequence of all lengths. By

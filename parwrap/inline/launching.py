@@ -46,7 +46,7 @@ from parwrap.torch_private.dynamo import DYNAMO
 __all__ = ["number_of_ranks", "run_on_ranks"]
 
 GRACE = 5.0
-"""Seconds for ranks to end, once one has failed, Ctrl-C was pressed, or all have finished."""
+"""Seconds for ranks to end before they are killed, once one has failed, Ctrl-C was pressed, or all have finished."""
 
 Start = Callable[[int, int, dict[int, int]], Any]
 """Starts the process of a rank, from its number, a pipe for its messages, and descriptors for its stdout and stderr."""
@@ -59,7 +59,7 @@ MOMENT = 0.05
 
 
 def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
-    """How many ranks to start on this machine.
+    """How many ranks ``nprocs`` means on this machine; ``None`` means 1.
 
     Raises:
         LaunchError: the machine has fewer GPUs than ``nprocs`` or ``backend`` needs.
@@ -99,6 +99,7 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
     Raises:
         UsageError: the result, or the function, cannot be sent, or this is Windows.
         RankMismatchError: a rank ended without a result.
+        KeyboardInterrupt: Ctrl-C has ended the ranks.
 
     The exception of the first rank that fails is raised here too, with its traceback as the cause.
 
@@ -158,7 +159,7 @@ def _forks(task: Task, folder: Path, variables: Callable[[int], dict[str, str]],
 
 
 def _forked(job: Job, collects: bool) -> None:
-    """Run ``job`` in a process in which garbage of the caller stays: what finalizes it may wait for threads that only the caller has."""
+    """Run ``job`` in a forked process. The caller's garbage is not collected there: a finalizer may wait for a thread of the caller."""
     gc.freeze()
     if collects:
         gc.enable()
@@ -168,7 +169,7 @@ def _forked(job: Job, collects: bool) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[bool]:
-    """Fork a process in the block with the garbage collector off, one thread at a time. Yields whether it was on."""
+    """Turn the garbage collector off in the block, which forks a process; one thread at a time. Yields whether it was on before."""
     with _forking:
         collects = gc.isenabled()
         try:
@@ -236,7 +237,10 @@ def _flush(files: Sequence[IOBase]) -> None:
 
 
 def _make_own(file: IOBase) -> None:
-    """Make ``file`` this rank's own: it reads from its own position, in a copy if it also writes. What it only writes goes nowhere."""
+    """Separate ``file`` of this rank from the caller's.
+
+    A file for reading keeps its position here. A file for reading and writing becomes a copy. What a file for writing gets is dropped.
+    """
     descriptor = file.fileno()
     with ExitStack() as opened, suppress(FileNotFoundError):  # the file may have been removed
         path, position = os.devnull, 0
@@ -270,7 +274,8 @@ class _Rank:
     """The process of one rank.
 
     Attributes:
-        failed_at: the time of the rank's exception, or 0 if the process ended without a report; otherwise ``None``.
+        failed_at: the time of the rank's exception, in seconds of ``time.monotonic``, or 0 if the process ended without a report; otherwise
+            ``None``.
         finished: whether the rank has reported its end.
         ended: whether the process has ended.
         how: how the process ended, if it ended without a report.
@@ -339,7 +344,7 @@ class _Rank:
             os.close(self.sentinel)
 
     def signal(self, number: int) -> None:
-        """Ask the rank to end. Ctrl-C also goes to the rank's children, because a terminal's Ctrl-C does not reach them."""
+        """Send the rank the signal ``number``, to end it. SIGINT also goes to its children: a terminal's Ctrl-C does not reach them."""
         if not self.ended:
             self._terminated = True
             for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
@@ -349,7 +354,7 @@ class _Rank:
 
 
 def _ending_of(code: int | None) -> str:
-    """How a process with this exit ``code`` has ended."""
+    """How a process with this exit ``code`` has ended; ``None`` if the code is unknown."""
     if code is None:
         return (
             "ended, with an exit code that something else in this process collected, such as a SIGCHLD handler that waits for all children,"

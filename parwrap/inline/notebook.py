@@ -98,7 +98,7 @@ def logging_handlers() -> list[Any]:
 
 
 def _have_loggers_write(stream: TextIO, before: tuple[TextIO, ...]) -> None:
-    """Redirect handlers that write to a stream in ``before`` to ``stream``, because a rank's output to old streams is not shown."""
+    """Make logging handlers that write to a stream in ``before`` write to ``stream``: what a rank writes to the old ones is not shown."""
     for handler in logging_handlers():
         if isinstance(handler, logging.StreamHandler) and any(handler.stream is each for each in before):
             with suppress(AttributeError):  # of handlers that look up sys.stderr each time

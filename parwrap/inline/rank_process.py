@@ -64,9 +64,9 @@ class Job:
         task: a function that returns the task, called after the environment variables are set.
         variables: environment variables to set first.
         threads: the number of compute threads; ``None`` for the number that environment variables set.
-        outputs: descriptors that replace stdout and stderr, by their numbers.
+        outputs: descriptors that replace stdout and stderr, by the numbers of these, 1 and 2.
         folder: the folder for :func:`failure_file` and :func:`end_file`.
-        pipe: the descriptor for messages that these files have been written.
+        pipe: the descriptor for messages to the caller that a file was written.
         parent: the id of the caller's process.
     """
 
@@ -119,6 +119,7 @@ class _Reports:
         self._file = open(failure_file(job.folder, job.rank), "wb", buffering=0)  # noqa: SIM115
 
     def failure(self, error: BaseException) -> None:
+        """Send the caller ``error``, unless one was sent before or another rank's failure has caused it."""
         if self.failed or isinstance(error, _Stopped):
             return
         self.failed = True
@@ -129,6 +130,7 @@ class _Reports:
         self.send(when)
 
     def send(self, when: float) -> None:
+        """Tell the caller the time of a failure, or with 0 that this rank has ended."""
         os.write(self.job.pipe, MESSAGE.pack(when))
 
 
@@ -146,7 +148,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def forks_of_started_rank_end_here() -> AbstractContextManager[None]:
-    """In a started rank, :func:`forks_end_here` for its function: nothing after the function is a forked process's."""
+    """In a started rank, end each process that the block forks where it leaves the block: only the rank runs what follows."""
     return nullcontext() if _reports is None else forks_end_here()
 
 

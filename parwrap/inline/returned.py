@@ -49,10 +49,10 @@ KINDS = (torch.Tensor, nn.Module, Optimizer, *STATES)
 """The kinds of objects whose new state is sent back."""
 
 MOST = 1000
-"""In a container with more items, as many are searched for changes; a tensor with more elements is sent only if it may have changed."""
+"""Of a container with more items, only this many are compared. A tensor with more elements is sent only if it may have changed."""
 
 LARGEST = 1 << 20
-"""In an array with more bytes, some values are searched for changes: it may be a view of a large file."""
+"""Of an array with more bytes, only some values are compared: it may be a view of a large file."""
 
 MOST_NAMED = 5
 SENT = ("training", "defaults", "state", "param_groups")
@@ -208,6 +208,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor, asks: bool) -> None:
+    """Give ``tensor`` these ``values``, in its own memory if they fit there; ``asks`` says whether it requires a gradient."""
     if is_lazy(tensor):
         tensor.materialize(values.shape, dtype=values.dtype)
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
@@ -248,7 +249,7 @@ def contents(names: Mapping[str, Any], sent_back: Container[Any] = ()) -> dict[s
 
     Args:
         names: the values by their names.
-        sent_back: the tensors, models and optimizers whose state is not compared.
+        sent_back: the tensors, models and optimizers whose state is sent back, so that it is not compared.
 
     >>> history = [0.5]
     >>> before = contents({"history": history})
@@ -287,7 +288,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _contents_of(name: str, value: Any, sent_back: Container[Any]) -> dict[str, Any]:
-    """The value behind ``name``, and what the script has set on a model or optimizer, beside the state that is sent back."""
+    """The value behind ``name``; for a model or optimizer also the attributes that the script has set, which are not sent back."""
     own = {}
     if isinstance(value, (nn.Module, Optimizer)):
         own = {each: there for each, there in vars(value).items() if not (each in SENT or each.startswith("_") or callable(there))}
@@ -310,6 +311,7 @@ class _Itself:
 
 
 def _content(value: Any, sent_back: Container[Any], depth: int = 3) -> Any:
+    """``value`` in a form that is equal later if the value has not changed; ``depth`` levels of containers are looked into."""
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return type(value), repr(value)
     if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and depth:
@@ -339,7 +341,7 @@ def _items(container: Any) -> Iterator[Any]:
 
 
 def _step(count: int) -> int:
-    """The distance of at most ``MOST`` places that are spread over ``count``."""
+    """The step that picks at most ``MOST`` of ``count`` items, at equal distances."""
     return -(-count // MOST) or 1
 
 

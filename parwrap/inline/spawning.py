@@ -77,7 +77,7 @@ def become(file: str) -> None:
 
 
 def _facts_of_main() -> dict[str, Any]:
-    """Where the code of ``__main__`` is from: relative imports need it, and processes that start with an import of ``__main__``."""
+    """The attributes of ``__main__`` that say where its code is: relative imports and processes that import ``__main__`` need them."""
     main = vars(sys.modules["__main__"])
     facts: dict[str, Any] = {name: main[name] for name in ("__file__", "__package__") if name in main}
     if spec := main.get("__spec__"):
@@ -139,7 +139,7 @@ def loaded(file: Path, backend: str | None) -> Task:
 
 
 class _NamesOf(dict):
-    """Is packed in place of a module's global names; the rank unpacks it as the global names of its module with that name."""
+    """Stands for a module's global names in packed data. A rank unpacks it as the global names of its own module with that name."""
 
     def __init__(self, module: str) -> None:
         super().__init__()

@@ -29,15 +29,15 @@ class AmpState:
     Args:
         scales: whether losses are scaled; if not, the scale is 1, and loading has no effect.
         init_scale: the first scale.
-        growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
-        backoff_factor: the factor of the scale after an iteration with a skipped step.
-        growth_interval: the number of iterations before the scale grows.
+        growth_factor: multiplies the scale after ``growth_interval`` iterations in a row without a skipped step.
+        backoff_factor: multiplies the scale after an iteration with a skipped step.
+        growth_interval: how many iterations without a skipped step it takes until the scale grows.
 
     Attributes:
         scales: whether losses are scaled.
-        scale: the factor for losses.
+        scale: the number that losses are multiplied by.
         skipped_steps: the number of optimizer steps skipped because of a gradient that was not finite.
-        restored: whether the state was loaded from a checkpoint.
+        restored: whether the running call of the user's function has loaded the state from a checkpoint.
 
     >>> state = AmpState(init_scale=8.0)
     >>> state.end_iteration(found=True)
@@ -121,11 +121,11 @@ class Iterations:
     A hand-written loop calls ``GradScaler.update`` in each iteration. Here no call marks the end, so an iteration ends when every optimizer
     has stepped. Some optimizers step less often than others: a generator steps less often than its critic. When one optimizer steps
     a second time, the iteration has ended before that step. From then on an iteration ends when all optimizers that stepped in that
-    one have stepped. An optimizer whose parameters all belong to optimizers built later does not take part: they have taken over, though
-    the script may still hold it.
+    one have stepped. An optimizer is left out once all of its parameters belong to optimizers built later, although the script may still
+    hold it.
 
     Args:
-        over: a function, called with whether one of the iteration's steps was skipped.
+        over: called at the end of an iteration, with true if a gradient of one of its steps was not finite.
     """
 
     def __init__(self, over: Callable[[bool], None]) -> None:
@@ -149,7 +149,7 @@ class Iterations:
         self._stepped.clear()
 
     def stepped(self, optimizer: Optimizer, found: bool) -> None:
-        """Record a step of ``optimizer``, which was skipped if a non-finite gradient was ``found``."""
+        """Record a step of ``optimizer``; ``found`` says whether a gradient was not finite, so that the step was skipped."""
         if optimizer in self._stepped:
             self._taking_part = weakref.WeakSet(self._stepped)
             self._end()

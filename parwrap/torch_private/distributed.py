@@ -27,13 +27,13 @@ __all__ = [
 _abort_process_group: Callable[[], None] = private("torch.distributed.distributed_c10d._abort_process_group")
 
 _aborted: list[dist.ProcessGroup] = []
-"""Keeps groups: when torch deletes one of NCCL, it waits for a thread that sleeps for a minute if NCCL has seen the failure."""
+"""Keeps aborted groups alive: deleting a group of NCCL waits for a thread, which sleeps for a minute if NCCL has seen the failure."""
 
 set_default_group: Callable[[dist.ProcessGroup | None], None] = private("torch.distributed.distributed_c10d._update_default_pg")
 """Sets the process group that collectives run in by default. Publicly, that is always the group of all ranks."""
 
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
-"""Whether DDP has put its buckets into the order of the first backward; after that, its forward only arms the reducer. Not public."""
+"""Whether DDP has put its buckets into the order of the first backward; later forwards only prepare the reducer. It is not public."""
 
 check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
 """Raises ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP checks only in the next forward."""
@@ -46,7 +46,7 @@ def abort_process_groups() -> None:
 
 
 def abort_nccl() -> None:
-    """End all of NCCL's collectives without waiting for other ranks. What this process then sends over NCCL raises; gloo goes on.
+    """End all collectives of NCCL without waiting for other ranks. Later ones raise an error in this process; gloo still works.
 
     Publicly, there is no way to do so from a thread while another one waits for a GPU.
     """

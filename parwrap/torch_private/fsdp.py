@@ -122,7 +122,7 @@ def release_groups(state: Any) -> None:
 
 
 def register_as(param: Any, stand_in: nn.Parameter) -> None:
-    """Register ``stand_in`` in each module while the parameter is sharded. Torch registers its own, and searches for it after a load."""
+    """Register ``stand_in`` in each module while the parameter is sharded, in place of torch's own sharded parameter. It is not public."""
     register = param._setattr_on_modules
     param._post_load_hook_handle.remove()
     param._setattr_on_modules = lambda new: register(stand_in if new is param.sharded_param else new)

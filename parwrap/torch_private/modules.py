@@ -38,7 +38,7 @@ APPLY = "_apply"
 """The method with which ``to``, ``cuda``, ``half`` and similar methods move a module. They share no public method."""
 
 CALL = "_call_impl"
-"""The method that ``Module.__call__`` calls. torch.fx replaces ``__call__`` itself temporarily, and would lose a patch of it."""
+"""The method that ``Module.__call__`` calls. A patch of ``__call__`` itself would be lost when torch.fx replaces it temporarily."""
 
 CONTENTS = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps what it consists of. No public method replaces them all, in place."""
@@ -62,4 +62,4 @@ shallow_replica: Callable[[nn.Module], Any] = methodcaller("_replicate_for_data_
 """A copy of a module with separate dicts, without parameters yet. ``copy.copy`` would share the dicts."""
 
 IS_REPLICA = "_is_replica"
-"""The attribute that marks such a copy, also those of ``nn.DataParallel``. There is no public way to recognize them."""
+"""The attribute that marks a copy by :data:`shallow_replica`, as ``nn.DataParallel`` makes too. Publicly, copies cannot be recognized."""

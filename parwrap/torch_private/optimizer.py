@@ -23,7 +23,7 @@ global_post_hooks: Hooks = private("torch.optim.optimizer._global_optimizer_post
 """The hooks of ``register_optimizer_step_post_hook``, in the order in which they run. Publicly, they can only be added and removed."""
 
 step_hooks: Callable[[Optimizer], tuple[Hooks, Hooks]] = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""The hooks on an optimizer's own step, before and after. Publicly, they can only be added and removed."""
+"""The hooks on the step of one optimizer: those before it, and those after it. Publicly, they can only be added and removed."""
 
 
 STEP = Optimizer.profile_hook_step(print).__code__

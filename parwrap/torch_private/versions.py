@@ -82,10 +82,10 @@ OF_RANKS = (
     "torch.utils.data.DataLoader._iterator",
     "torch.utils.data._utils.signal_handling._remove_worker_pids",
 )
-"""What the files of this room use, each with the module or class that it belongs to; ``|`` stands between names of different versions."""
+"""The private names that ranks use, each after its module or class. ``|`` separates the names that a thing has in different versions."""
 
 OF_GPUS = ("torch._C._cuda_getDeviceCount",)
-"""What builds for CPUs do not have."""
+"""The private names that ranks use and that builds of torch for CPUs do not have."""
 
 OF_LAUNCHER = (
     "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._remaining_restarts",
@@ -118,8 +118,8 @@ def warn_of_newer_torch(names: Iterable[str]) -> None:
 def missing_names(names: Iterable[str]) -> list[str]:
     """Those of ``names`` that this torch does not have.
 
-    A name whose module is not imported is left out, because nothing uses it. So is a name whose class is missing. Of names that are joined
-    by ``|``, one is enough.
+    A name counts as present if its module is not imported, because nothing uses it then, or if its class is missing. Of several names
+    joined by ``|``, one is enough.
 
     >>> missing_names(["torch.Tensor._base", "torch.Tensor._basis", "torch.Tensor._basis|_base"])
     ['torch.Tensor._basis']
@@ -154,7 +154,7 @@ class _Missing:
 
 
 def _exists(path: str) -> bool:
-    """Whether torch has the name. The methods of a class tell by the names that they use which attributes its instances have."""
+    """Whether torch has the name. An attribute that only instances have is found by its use in a method of their class."""
     owner, names = _owner(path)
     methods = [each for base in getattr(owner, "__mro__", ()) for each in vars(base).values() if isinstance(each, FunctionType)]
     used = {name for method in methods for name in method.__code__.co_names}
