@@ -1,7 +1,7 @@
 """The examination: gathers the ranks' facts, lets them measure together, and ends in time even if something hangs.
 
 Launched ranks send their facts to rank 0 before they start a process group, so that rank 0 has them even if the start fails. A process that
-is not a launched rank becomes rank 0 of a few that it forks for the self test.
+is not a launched rank becomes rank 0 of a few ranks that it starts for the self test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOOK = 0.05
 
 @contextmanager
 def examination(facts: Facts, world: World, timeout: float, backend: str | None) -> Iterator[Exam]:
-    """The exam of this process; started by hand, it starts the other ranks: one for each GPU if there are several, else two on the CPU.
+    """Yield the exam of this process. If no launcher has started several ranks, start them: one for each GPU, or two on the CPU.
 
     Args:
         facts: this rank's facts.
@@ -72,6 +72,16 @@ class Exam:
         world: this rank's place in the self test.
         backend: the backend of the self test.
         timeout: the time limit in seconds.
+
+    Attributes:
+        ends: when the time is over, in seconds of ``time.monotonic``.
+        launched: whether a launcher has started the ranks.
+        known: the facts that have arrived here so far, by rank.
+        stage: what this rank does now, in words.
+        device: the device of the self test.
+        rows, clocks: what was measured so far.
+        skipped: why the self test is skipped; ``None`` if it is not.
+        failure: why the examination has failed; ``None`` if it has not.
     """
 
     def __init__(self, facts: Facts, world: World, backend: str, timeout: float) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Clock", "Cores", "Examination", "Facts", "Gpu", "Gpus", "Launch", "L
 
 @dataclass(frozen=True)
 class Launch(World):
-    """How this process was started, besides its place.
+    """How this process was started, besides its place among the ranks.
 
     Attributes:
         variables: the launch variables that are set.
@@ -78,6 +78,7 @@ class Memory:
     """Memory in bytes; ``None`` if unknown, unlimited or without ``/dev/shm``.
 
     Attributes:
+        total, available: the memory of the machine, and its free part.
         limit: the limit of the cgroup.
         shared: the size of ``/dev/shm``.
         shared_free: its free part.
@@ -121,9 +122,9 @@ class Gpus:
         seen: the GPUs that torch sees.
         present: whether the machine has an NVIDIA GPU, usable here or not.
         driver: version of the loaded NVIDIA driver.
-        visible: ``CUDA_VISIBLE_DEVICES``.
+        visible: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
         error: torch's error if it cannot use them.
-        apart: pairs that cannot read each other's memory.
+        apart: pairs of GPUs that cannot read each other's memory, by their numbers.
         topology: the output of ``nvidia-smi topo -m``, for two or more.
     """
 
@@ -229,8 +230,8 @@ class SelfTest:
         backend, device: the backend and device in use.
         rows: what was measured, one for each size.
         clocks: the clocks of launched ranks.
-        skipped: why it was skipped.
-        failure: why it failed.
+        skipped: why it was skipped; ``None`` if it was not.
+        failure: why it failed; ``None`` if it did not.
         stages: after a failure, the last reported stage of each rank.
         missing: after a failure, the ranks that did not join, if some did.
     """

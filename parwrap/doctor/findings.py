@@ -16,7 +16,7 @@ LEAST_SHARED = 2**30
 """Bytes of ``/dev/shm`` below which batches of DataLoader workers may not fit. Docker's default is 64 MB."""
 
 LEAST_FILES = 1024
-"""The usual default limit of open files."""
+"""A lower limit of open files is a problem. This is the usual default."""
 
 CLOCKS_APART = 1.0
 """If clocks differ by more than this number of seconds, timestamps of files and logs are misleading."""
@@ -74,7 +74,7 @@ def find(examination: Examination) -> list[Finding]:
 
 
 def launch(facts: Facts) -> Iterator[Finding]:
-    """The launch variables are inconsistent."""
+    """Yield a finding if the launch variables are inconsistent."""
     if facts.launch.error:
         # parwrap's errors state the problem, then the remedy
         problem, *advice = re.split(r"\. |: (?=start |set |unset )", facts.launch.error.rstrip("."), maxsplit=1)
@@ -89,7 +89,7 @@ def gpu_of_its_own(facts: Facts) -> Iterator[Finding]:
 
 
 def bound(facts: Facts) -> Iterator[Finding]:
-    """A launcher has bound the rank to a single core."""
+    """Yield a finding if a launcher has bound the rank to a single core."""
     if facts.launch.size > 1 and facts.cores.usable == 1 and facts.cores.present >= 2 * facts.launch.local_size:
         yield Finding(
             f"the launcher lets each rank use 1 core of {facts.cores.present}, which it shares with its DataLoader workers",
@@ -98,7 +98,7 @@ def bound(facts: Facts) -> Iterator[Finding]:
 
 
 def threads(facts: Facts) -> Iterator[Finding]:
-    """The ranks would use more compute threads than there are cores."""
+    """Yield a finding if the ranks would use more compute threads than there are cores."""
     cores, here = facts.cores, facts.launch.local_size
     least = min(cores.present, cores.quota or cores.present)
     if (cores.threads > 1 and cores.threads * here > max(1, least)) or cores.threads > cores.usable:
@@ -113,7 +113,7 @@ def threads(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """/dev/shm is too small for the batches of DataLoader workers."""
+    """Yield a finding if ``/dev/shm`` has too little space for the batches of DataLoader workers."""
     free = facts.memory.shared_free
     if free is not None and free < LEAST_SHARED:
         yield Finding(
@@ -125,7 +125,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def open_files(facts: Facts) -> Iterator[Finding]:
-    """The limit of open files is too low."""
+    """Yield a finding if the limit of open files is too low."""
     limits = facts.limits
     if limits.open_files is not None and limits.open_files < LEAST_FILES:
         most = limits.open_files_most
@@ -139,7 +139,7 @@ def open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def locked_memory(facts: Facts) -> Iterator[Finding]:
-    """A limit of locked memory stands in the way of InfiniBand, which locks the memory that it sends."""
+    """Yield a finding if locked memory is limited on a machine with InfiniBand, which locks the memory that it sends."""
     limit = facts.limits.locked_memory
     if facts.network.infiniband and limit is not None:
         yield Finding(
@@ -150,7 +150,7 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """GPUs that torch does not use."""
+    """Yield a finding if torch sees no GPU although the machine, its driver or the build of torch suggests one."""
     gpus, cuda, built_for = facts.gpus, facts.versions.cuda, facts.versions.built_for
     if gpus.seen:
         return
@@ -182,7 +182,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def interfaces(facts: Facts) -> Iterator[Finding]:
-    """A variable names an interface that does not exist."""
+    """Yield a finding for each variable that names a network interface which this machine does not have."""
     network = facts.network
     here = ", ".join(network.interfaces)
     missing = [name for name in (network.gloo or "").split(",") if name and name not in network.interfaces]
@@ -196,7 +196,7 @@ def interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
-    """Gloo would listen where ranks on other machines cannot reach it. Ranks of one machine listen on its loopback interface anyway.
+    """Yield a finding if gloo would listen where ranks on other machines cannot reach it; with one machine, it is only a hint.
 
     Args:
         facts: the facts of a rank.
@@ -221,7 +221,7 @@ def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
 
 
 def secret(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Ranks on several machines sign what they send without a secret, or some of them have none."""
+    """Yield a finding if ranks are on several machines, and one of them has no secret to sign what it sends."""
     if len({facts.host for facts in all_facts}) > 1 and not all(facts.launch.secret for facts in all_facts):
         yield Finding(
             "PARWRAP_SECRET is not set, so whoever reaches the port of the rendezvous can write there what parwrap reads",
@@ -231,7 +231,7 @@ def secret(all_facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Facts that must be the same on all ranks and are not."""
+    """Yield a finding for each fact that must be the same on all ranks and is not."""
     yield from _different(
         all_facts, "backends", lambda facts: facts.backend, "pass `--backend gloo`, or find out why some ranks have no GPU"
     )
@@ -316,6 +316,8 @@ def _export(library: str, facts: Facts) -> str:
 
 
 RANK_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (launch, gpu_of_its_own, bound)
+"""The checks of the facts of each rank."""
+
 HOST_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     threads,
     shared_memory,
@@ -324,3 +326,4 @@ HOST_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     gpus,
     interfaces,
 )
+"""The checks of the facts of one rank on each machine."""

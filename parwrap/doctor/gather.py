@@ -40,7 +40,7 @@ EXTRAS = ("torchdata", "torchmetrics", "pytest", "PyYAML", "ray")
 
 
 DRIVER_TIMEOUT = 30
-"""Seconds for a driver to answer."""
+"""Seconds to wait for an answer of the GPU driver."""
 
 
 def place(environ: Mapping[str, str]) -> tuple[World, str | None]:
@@ -186,7 +186,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
 
 
 def _ask_torch() -> dict[str, Any]:
-    """Torch's answer from a child process."""
+    """What torch says of the GPUs, asked in a child process: the fields ``seen`` and ``apart`` of :class:`Gpus`, or ``error``."""
     context: Any = multiprocessing.get_context("fork" if FORKS else "spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs,), daemon=True)

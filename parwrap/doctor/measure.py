@@ -1,7 +1,7 @@
 """Measurements of the self test: correctness and speed of all-reduces, and the difference of the ranks' clocks.
 
-Times become bandwidths as in nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth is size / time, and bus bandwidth that times 2 (n -
-1) / n, because each of n links carries at least 2 (n - 1) / n of the data. ``exam.py`` starts and ends the ranks.
+Times become bandwidths as in nccl-tests (doc/PERFORMANCE.md there). Algorithm bandwidth is size / time. Bus bandwidth is algorithm
+bandwidth times 2 (n - 1) / n, because each of n links carries at least 2 (n - 1) / n of the data. ``exam.py`` starts and ends the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parwrap.ranks.store import SignedStore
 __all__ = ["SIZES", "all_reduces", "clocks", "row"]
 
 SIZES = tuple(1024 * 16**power for power in range(5))
-"""Bytes, from 1 KB to 64 MB."""
+"""The sizes of all-reduces in bytes, from 1 KB to 64 MB."""
 
 ROUNDS = 5
 """The number of times that a rank asks rank 0 for the time."""
@@ -49,7 +49,7 @@ def all_reduces(rank: int, size: int, device: torch.device | str, report: Callab
 
 
 def row(number: int, seconds: float, size: int, right: bool) -> Row:
-    """The bandwidths of an all-reduce of ``number`` bytes on ``size`` ranks.
+    """The row of an all-reduce of ``number`` bytes on ``size`` ranks that took ``seconds``.
 
     >>> row(8_000_000, 0.002, 4, right=True)
     Row(bytes=8000000, seconds=0.002, algorithm_bandwidth=4000000000.0, bus_bandwidth=6000000000.0, right=True)

@@ -1,4 +1,4 @@
-"""Compares what two runs have recorded, step by step, and finds the reasons where they differ, those with the best evidence first."""
+"""Compares what two runs have recorded, step by step. Where they differ, it finds reasons and lists those with the best evidence first."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from parwrap.insight.recording import Recorded, Step, stride
 __all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
 
 TOLERANCE = 1e-5
-"""The largest difference that counts as rounding, if the largest value of the tensor is 1 or less; otherwise in proportion to it."""
+"""The largest difference that counts as rounding after one step, as a fraction of the tensor's largest value, or of 1 if that is larger."""
 
 TOLERANCE_OF_HALF = 1e-3
 """The same in half precision: products are rounded to 8 or 11 bits, in another order."""
 
 NOISE, NOISE_OF_HALF = 1e-6, 2**-8
-"""A gradient below this fraction of the largest one is rounding, in half precision below the second. An optimizer that divides by its size
-turns it into a whole step."""
+"""A gradient below the first fraction of the largest one is only rounding; in half precision, below the second. An optimizer that divides
+by the size of a gradient, such as Adam, turns such rounding into a whole step."""
 
 NEAR, NEAR_OF_HALF = 1e-3, 2e-2
-"""Gradients are in proportion if they differ from it by at most this fraction of their norm, in half precision by the second."""
+"""Gradients of two runs are in proportion if one differs from a multiple of the other by less than the first fraction of its norm; in half
+precision, the second."""
 
 
 @dataclass
@@ -170,8 +171,10 @@ class _Seen:
 def _first_difference(
     one: Step, several: Step, number: int, seen: _Seen, result: Comparison, tolerance: float, noise: float
 ) -> tuple[str, tuple[float | str, float | str], list[str]] | None:
-    """What differs first in a step, the two values, and the reasons if only these are possible. Otherwise, note in ``result`` how equal
-    it is, and in ``seen`` what the step shows."""
+    """What differs first in a step, the two values, and the reasons if no others are possible; otherwise no reasons.
+
+    If nothing differs, return ``None``, and note the largest difference in ``result``. Note in ``seen`` what the step shows.
+    """
     if (one.number, one.optimizer, one.sizes) != (several.number, several.optimizer, several.sizes):
         steps = (f"{each.optimizer} of {counted(len(each.sizes), 'parameter')}" for each in (one, several))
         return "the optimizer that steps", (next(steps), next(steps)), [OTHER_STEPS]
@@ -210,7 +213,7 @@ OTHER_START_LATER = (
 
 
 def _error_in(said: str) -> str:
-    """The text of the error that is shown last in what a run has said, without its traceback."""
+    """The text of the last error in ``said``, which a run has printed, without its traceback."""
     lines = said.splitlines()
     begins = [number for number, line in enumerate(lines) if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b", line)]
     text = lines[begins[-1] :] if begins else lines[-3:]
@@ -239,10 +242,10 @@ def _largest(
 
 
 def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float, noise: float) -> tuple[str, float, float] | None:
-    """The first gradient that differs by more than rounding, and both norms. At small learning rates, weights show it late.
+    """The first gradient that differs by more than rounding, and both norms. At small learning rates, weights differ only later.
 
-    Rounding is 100 times the ``tolerance`` of the norm, and a tenth of it of the largest norm so far: late in training, gradients are small
-    sums of large numbers.
+    A difference of up to 100 times ``tolerance`` times the norm, plus a tenth of ``tolerance`` times the largest norm so far, is rounding:
+    late in training, gradients are small sums of large numbers.
     """
     norms = [0.0 if grad is None else float(grad.double().norm()) for grad in one.grads]
     seen.largest = max(seen.largest, *(norm for norm in norms if math.isfinite(norm)), 0.0)
@@ -255,7 +258,7 @@ def _other_gradient(one: Step, several: Step, seen: _Seen, tolerance: float, noi
 
 
 def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step, noise: float) -> None:
-    """Mark values in ``left_out`` whose gradients are only rounding errors in both runs and not 0 in both: Adam makes steps of them."""
+    """Mark values in ``left_out`` whose gradients are only rounding errors in both runs, and not 0 in both: Adam turns them into steps."""
     largest = max((float(each.abs().max()) for each in one.grads if each is not None and each.numel()), default=0.0)
     for out, a, b in zip(left_out, one.grads, several.grads, strict=True):
         if a is not None and b is not None and a.shape == b.shape == out.shape:
@@ -344,7 +347,7 @@ def _alike(one: Sequence[float], several: Sequence[float]) -> bool:
 
 
 def _factor(one: Step, several: Step, near: float) -> float | None:
-    """The factor from all gradients on one process to those on several ranks; ``None`` if they are not in proportion."""
+    """The number by which all gradients on one process are multiplied on several ranks; ``None`` if they are not in proportion."""
     pairs = [(a.double(), b.double()) for a, b in zip(one.grads, several.grads, strict=True) if a is not None and b is not None]
     a, b = (torch.cat([pair[at] for pair in pairs]) if pairs else torch.zeros(0) for at in (0, 1))
     norm = float(a.norm())

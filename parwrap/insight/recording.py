@@ -57,13 +57,13 @@ BATCH_NORMS = "batch_norms"
 """The file whose presence says that a run has had a batch norm in train mode."""
 
 HALF, HALVES = "half", (torch.float16, torch.bfloat16)
-"""The file whose presence says that a run has computed in half precision; the dtypes."""
+"""The file whose presence says that a run has computed in half precision, and the dtypes that are half precision."""
 
 PRECISELY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
-"""Variables with which a GPU multiplies float32 as such, and cuBLAS adds in the same order each time."""
+"""Variables that make a GPU multiply float32 numbers without rounding them to TF32, and cuBLAS add in the same order each time."""
 
 WARM_UP = 5
-"""The number of steps before the time starts."""
+"""The number of steps at the beginning of a run that are not timed."""
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -74,12 +74,12 @@ class Settings:
 
     Attributes:
         folder: where to write the steps.
-        steps: the number of steps after which the script is ended.
+        steps: the number of steps after which the script is ended; if ``timed``, the number after the warm-up.
         seed: the seed of torch, numpy and Python, for scripts that set none.
         dropout: whether dropout is on.
         is_module: whether the script is named as a module.
         by_hand: whether gradients are averaged by torch's DDP, as in a script that wraps its model by hand, and not by parwrap.
-        timed: whether only the time and the samples of the steps are recorded, after a warm-up.
+        timed: whether the run records only how long the steps after the warm-up take, and how many samples they train on.
     """
 
     folder: str
@@ -102,7 +102,7 @@ class Step:
         options: for each of its parameter groups, the options that are numbers or texts.
         names: the names of its parameters.
         sizes: the number of values in each parameter.
-        before: the parameters before the first step, and before the first step with other parameters; empty at other steps.
+        before: the parameters before this step, if it is the optimizer's first or the first with other parameters; otherwise empty.
         grads: their gradients; ``None`` where there is none. Large tensors are sampled, as :func:`stride` says.
         after: the parameters after the step, sampled in the same way.
         passes: the number of passes over loaders that have begun.
@@ -173,7 +173,10 @@ def recorded_in(folder: Path, failed: bool = False) -> Recorded:
 
 @contextmanager
 def recorded(settings: Settings) -> Iterator[None]:
-    """Record the steps inside the block, and end it with :class:`Enough`. One process gets its seed and scratch here; ranks have them."""
+    """Record the steps inside the block, and end it with :class:`Enough`.
+
+    A single process is also seeded here, and writes to scratch. On several ranks, their scope has done both.
+    """
     timer = _Timer(settings) if settings.timed else None
     interceptors: list[Interceptor] = [timer or _Recorder(settings)]
     with ExitStack() as around:
@@ -220,6 +223,14 @@ def stride(size: int) -> int:
 
 @dataclass
 class _Batch:
+    """A batch that no backward has trained on yet.
+
+    Attributes:
+        samples: the number of its samples.
+        data: as in :class:`Step`.
+        drew: whether reading it has drawn random numbers.
+    """
+
     samples: int
     data: tuple[float, float]
     drew: bool
@@ -322,12 +333,12 @@ class _Recorder(Interceptor):
         self._end_if_done()
 
     def _end_if_done(self) -> None:
-        """End the script after its last step to record, again if it has caught :class:`Enough`."""
+        """End the script if all steps are recorded; if it has caught :class:`Enough`, end it again."""
         if self._steps == self._settings.steps:
             raise Enough(0)
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """The longest names of ``parameters`` in the modules that have been called, else their positions in ``parameters``."""
+        """The longest name of each of ``parameters`` in the modules that have been called; without one, its position in ``parameters``."""
         names: dict[int, str] = {}
         for module in list(self._modules):
             for name, p in module.named_parameters(remove_duplicate=False):
@@ -442,13 +453,13 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _HandWritten(DistributedDataParallel):
-    """A subclass of torch's class: where a script builds that class itself, parwrap stands aside, but not for a subclass."""
+    """A subclass of torch's class, because parwrap stands aside where that class itself is built, but not for a subclass."""
 
 
 class _ByHand(Interceptor):
-    """Drives torch's ``DistributedDataParallel`` as a script would that wraps its model: in place of parwrap's own averaging.
+    """Averages gradients with torch's ``DistributedDataParallel``, as a script that wraps its model, in place of parwrap's averaging.
 
-    The outermost module that is called is wrapped; what the ranks read and draw is as with parwrap.
+    It wraps each module that is called from outside any other module. What the ranks read and draw is the same as with parwrap.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Command lines and runs that ``parwrap verify`` and ``scaling`` share: options of ``parwrap run`` beside their own, and scratch."""
+"""What ``parwrap verify`` and ``scaling`` share: parsing options of ``parwrap run`` beside their own, and running a script in scratch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir"
 
 TRACEBACK, MOST_LINES = "Traceback (most recent call last):", 30
 REFUSED = "parwrap.run: "
-"""What an error of ``parwrap run`` begins with, that a command line is not possible."""
+"""How the error begins with which ``parwrap run`` refuses a command line."""
 
 
 class Asked(NamedTuple):
@@ -50,7 +50,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     """Parse ``argv``, with the options of ``parwrap run`` and those that ``add_own`` adds to the parser.
 
     Raises:
-        UsageError: there is no such option, or none is given for a script.
+        UsageError: an option does not exist or has no effect here, or there is no script.
         LaunchError: the script does not exist.
     """
     parser = command_parser()
@@ -80,7 +80,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
 
 
 def answered(command: str, help_text: str, run: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Print the help of a ``command``, or ``run`` its command line ``argv``. Returns its exit code, 2 if it raises an error of parwrap."""
+    """Print the help of ``command``, or ``run`` its command line ``argv``. Returns the exit code; 2 after an error of parwrap."""
     if not argv or argv[0] in ("-h", "--help"):
         print(help_text, end="")
         return 0
@@ -110,7 +110,7 @@ class Run(NamedTuple):
         return self.status != 0
 
     def last(self) -> str:
-        """The exit code and the last lines of what it has printed, at most those of its last traceback, indented."""
+        """The last lines that the run has printed, from its last traceback on, and its exit code; indented."""
         last = self.said[max(self.said.rfind(TRACEBACK), 0) :].splitlines()[-MOST_LINES:]
         return "\n".join(f"  {line}" for line in [*last, f"exit code {self.status}"])
 

@@ -1,4 +1,4 @@
-"""``parwrap scaling --ranks 1,2,4 train.py``: samples per second of a script on more and more ranks, and what twice as many would give."""
+"""``parwrap scaling --ranks 1,2,4 train.py``: measures samples per second on more and more ranks, and predicts them for twice as many."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Point:
     Attributes:
         ranks: the number of ranks.
         samples_per_second: of all ranks together.
-        step: the seconds of a step.
+        step: how long a step takes, in seconds.
         efficiency: the speed per rank, divided by the speed per rank of the first point.
         serial: the part of the work that more ranks do not make shorter; ``None`` for the first point.
     """
@@ -56,11 +56,11 @@ class Point:
 
 
 MOST = 1.1
-"""A larger efficiency cannot be: the runs are no measurement."""
+"""An efficiency above this shows that something else has slowed the first run down."""
 
 
 def serial_part(speedup: float, ranks: float) -> float:
-    """The part of the work that more ranks do not make shorter, as a measured speedup shows it.
+    """The part of the work that more ranks do not make shorter, from a measured ``speedup`` on ``ranks`` times as many ranks.
 
     It is the experimentally determined serial fraction of Karp and Flatt, "Measuring parallel processor performance", 1990.
 
@@ -71,7 +71,7 @@ def serial_part(speedup: float, ranks: float) -> float:
 
 
 def expected(serial: float, ranks: float) -> float:
-    """The speedup on that many ranks if the ``serial`` part stays what it is: Amdahl's law.
+    """The speedup on ``ranks`` times as many ranks if the ``serial`` part does not change: Amdahl's law.
 
     >>> expected(0.25, 2), expected(0, 8)
     (1.6, 8.0)

@@ -51,8 +51,9 @@ class Failure:
         size: the number of ranks.
         attempt: the number of restarts before it.
         time: the time of the failure, in seconds since the epoch.
-        ending: an exception, ``sys.exit`` or similar, a signal, or exit code 0 before the end of the script.
-        status: the exit code; for a signal 128 plus its number.
+        ending: ``"raised"``: an exception; ``"exited"``: ``sys.exit`` or similar; ``"killed"``: a signal; ``"left"``: exit code 0 before
+            the end of the script.
+        status: the exit code; for a signal 128 plus its number, for ``"left"`` 1.
         text: the traceback, or the message of ``sys.exit``.
         exception: the exception in one line; empty if the rank ended without a report.
         place: the line of the script that raised it; empty if there is none.
@@ -155,7 +156,7 @@ class Recorder(contextlib.AbstractContextManager):
     Args:
         directory: where to write.
         environ: the launch variables of this rank.
-        traceback: the part of an exception's traceback to show.
+        traceback: a function that returns the part of an exception's traceback to show.
     """
 
     def __init__(self, directory: Path, environ: Mapping[str, str], traceback: Callable[[BaseException], TracebackType | None]) -> None:
@@ -280,7 +281,7 @@ def causes_first(failure: Failure) -> tuple[bool, float]:
 
 
 def unfinished(directory: Path, process: int) -> Path:
-    """A file in ``directory`` that exists until the rank with this ``process`` has reached the end of its script."""
+    """The path of a file in ``directory`` that exists until the rank with this process id has reached the end of its script."""
     return directory / f"unfinished-{process}"
 
 

@@ -33,7 +33,10 @@ receives them once it is ready."""
 
 
 def start(modules: Sequence[str]) -> None:
-    """Fork the server, which loads ``modules``, unless it runs. This process must have one thread and must not have initialized CUDA."""
+    """Fork the server, which loads ``modules``, unless it runs already.
+
+    This process must have one thread and must not have initialized CUDA.
+    """
     _find_place_for_sockets()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, known_signals("SIGUSR1", "SIGUSR2"))  # a scheduler sends them to all processes of a job
     resource_tracker.ensure_running()  # a child process, which starts in the same way

@@ -16,6 +16,7 @@ from parwrap.errors import UsageError
 __all__ = ["HOMES", "add_node_options", "count", "launcher_named", "launchers_with"]
 
 HOMES = {name: f"parwrap.launching.{name}" for name in ("slurm", "kubeflow", "ray")}
+"""The module of each launcher, by the name that ``--launcher`` takes."""
 
 
 def launcher_named(name: str) -> ModuleType:

@@ -149,7 +149,7 @@ class Nodes:
                 self._wait_until_read(time.monotonic() + REPORT_WAIT)
 
     def exchange(self) -> None:
-        """Save all reports on every node, after the job has failed on some node.
+        """Send this node's failure reports to the other nodes, and save theirs here. Every node calls this after a rank has failed on any.
 
         Raises:
             LaunchError: something else has written into the store.
@@ -225,6 +225,7 @@ class Nodes:
                 self._all_finished, self._failed, self._answered = all_finished, failed, time.monotonic()
 
     def _publish(self, failures: Iterable[Failure], lost: str = "") -> None:
+        """Tell the other nodes the ``failures`` of this node; ``lost`` is a message that a node was lost or stopped, if one was."""
         assert self._store is not None
         if lost:
             self._store.set(f"lost/{self._mine}", lost)

@@ -347,6 +347,7 @@ def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _ranks(asked: str, gpus: int, cores: int) -> int:
+    """The number of ranks on this node, from the value of ``--nproc-per-node``: a number, ``gpu``, ``cpu`` or ``auto``."""
     if asked == "gpu" and not gpus:
         raise LaunchError(
             "--nproc-per-node gpu starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on the CPU."
@@ -452,7 +453,7 @@ def _torchrun_logs(arguments: argparse.Namespace) -> bool:
 def _variables(arguments: argparse.Namespace, threads: int, share: bool) -> dict[str, str]:
     """The variables that divide cores among ranks, fix the hash seed, keep one node on its loopback, and let ranks share GPUs.
 
-    The user's own win.
+    The caller leaves out those that the user has set.
     """
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     if arguments.rdzv_backend == ONE_NODE:
@@ -563,6 +564,7 @@ def _fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: in
 
 
 def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], from_launcher: Mapping[str, str | None]) -> None:
+    """Set the option ``name`` unless it is given: from its ``PET_*`` variable, else from the launcher, else torchrun's default."""
     if getattr(arguments, name) is not None:
         return
     value = environ.get(f"PET_{name.upper()}") or from_launcher.get(name) or TORCHRUNS.get(name)

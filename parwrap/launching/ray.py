@@ -254,7 +254,7 @@ def _print_all(output: Any, failures: list[Failure], stopped: threading.Event) -
 
 
 def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
-    """Run the script to its end.
+    """In a worker of Ray, run the script in a child process to its end.
 
     Args:
         script: what every rank runs.

@@ -47,13 +47,13 @@ class Reexec:
         self._possible = possible
 
     def with_what_ranks_need(self) -> None:
-        """Restart, unless this interpreter has what forked ranks need."""
+        """Restart with the variables that forked ranks need, unless this interpreter has started with them."""
         missing = {name: value for name, value in FOR_RANKS.items() if not self.environ.get(name)}
         if self.first and missing:
             self._start_again(missing)
 
     def as_plain_python(self) -> None:
-        """Restart, unless the environment is the user's own."""
+        """Restart without the variables that a restart has added, if it has added any."""
         if self.for_ranks:
             self._start_again({})
 

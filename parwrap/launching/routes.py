@@ -130,11 +130,11 @@ def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
 
 
 def interface_variables(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables, unless they are set, that make gloo and NCCL use the interface to the first of ``others`` on another machine.
+    """The variables that make gloo and NCCL use the interface that leads to other machines, without those that are set in ``environ``.
 
     Args:
-        others: the addresses of other nodes, as ``local_addr`` of each.
-        environ: the environment variables; they take precedence.
+        others: the addresses of all nodes, as ``local_addr`` of each; the first one on another machine decides.
+        environ: the environment variables.
     """
     for other in others:
         with suppress(OSError):

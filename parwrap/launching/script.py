@@ -173,7 +173,7 @@ def _scope(script: Script) -> Iterator[None]:
 
 @contextmanager
 def _decorators(script: Script) -> Iterator[None]:
-    """The decorators that the command line asks for. An error that one of them names, such as ``amp``, is the script's failure."""
+    """Open the decorators that the command line asks for. If one of them raises an error, it counts as an error of the script."""
     import parwrap
 
     with ExitStack() as around:

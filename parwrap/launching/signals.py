@@ -33,7 +33,7 @@ FINISHING = 20.0
 """Seconds for a rank that handles an exception when SIGTERM arrives; the launcher kills it after 30."""
 
 AGAIN = 0.5
-"""Seconds after which such a rank looks whether it still handles the exception."""
+"""Seconds after which a rank that was handling an exception at SIGTERM looks whether it still does."""
 
 MESSAGES = known_signals("SIGUSR1", "SIGUSR2")
 """Signals whose meaning is the script's, such as to save: they end no launch."""
@@ -113,7 +113,10 @@ def forward_once(directory: Path, closed: list[Any]) -> Callable:
 
 @contextmanager
 def noting_messages() -> Iterator[list[tuple[int, float]]]:
-    """Note :data:`MESSAGES` to this launcher in the block, and their time; they would end it. :func:`forward_messages` sends them on."""
+    """Inside the block, record which :data:`MESSAGES` this launcher gets, and when, instead of letting them end it.
+
+    :func:`forward_messages` sends them to the ranks.
+    """
     noted: list[tuple[int, float]] = []
     ours = [number for number in MESSAGES if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:

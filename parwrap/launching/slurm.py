@@ -41,7 +41,9 @@ ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
+"""The states in which a job has ended, in SLURM's words."""
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+"""The states in which a job waits to run."""
 LOOK = 0.5
 """Seconds between two reads of the log."""
 ASK = (1.0, 10.0)
@@ -158,7 +160,7 @@ def launch(job: Job) -> int:
 
 
 def _check(job: Job) -> None:
-    """Raise an error for options that would send the job astray."""
+    """Raise an error for options with which the job would run otherwise than parwrap expects, or could write no log."""
     for option in job.options.sbatch:
         if _is_option(option, "-N", "--nodes"):
             raise UsageError(f"--sbatch {option}: parwrap.run sets the number of nodes, and starts ranks on each: use --nodes N instead.")

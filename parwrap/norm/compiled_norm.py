@@ -31,12 +31,17 @@ FORWARD = (
     "(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, float eps) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-"""Returns the output, the statistics of the whole batch in the kernels' form, the new running statistics, and facts for the backward."""
+"""The schema of the forward operator.
+
+It returns the output, two tensors with the statistics of the whole batch in the kernels' form, the new running statistics, and two numbers
+for the backward: the number of values per channel, and that of the exchange.
+"""
 
 BACKWARD = (
     "(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, Tensor facts, float eps, bool[] needed) -> "
     "(Tensor, Tensor, Tensor)"
 )
+"""The schema of the backward operator; ``facts`` are the two numbers, and ``needed`` says which of the three gradients to compute."""
 
 
 class _Scopes:
@@ -56,7 +61,12 @@ class _Scopes:
 
     @contextmanager
     def opened(self, exchange: Callable[[Norm], Exchange | None], shared: bool) -> Iterator[None]:
-        """Use ``exchange`` inside the block: it returns how the ranks share a layer, or ``None`` if this rank normalizes separately."""
+        """Use ``exchange`` inside the block.
+
+        Args:
+            exchange: a function that returns how the ranks share a layer, or ``None`` if this rank normalizes by itself.
+            shared: whether there are several ranks.
+        """
         before = self.shared
         if not self._exchanges:  # a backward pass may run after its scope has ended, until another scope opens
             self._numbers.clear()
@@ -98,6 +108,7 @@ class _Scopes:
 
 
 scopes = _Scopes()
+"""The open scopes of this process, which compiled code and the operators ask."""
 
 
 def traced(

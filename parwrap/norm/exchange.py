@@ -61,6 +61,7 @@ class Statistics:
         process_group: torch's group of these ranks.
         control_message: makes the context manager around a message, which checks lockstep on the node before anything is sent.
         folder: a folder that all ranks share, if they are on one node and on the CPU: short vectors then travel through shared memory.
+            ``None`` otherwise.
 
     Attributes:
         nameless: the exchange for layers without weights and running statistics, and for sums outside of layers.
@@ -92,7 +93,7 @@ class Statistics:
         return self._layers[tensor]
 
     def header(self, layer: int) -> list[int]:
-        """The header of the next message."""
+        """The header of the next message, for the layer with this number."""
         self._messages += 1
         return [self._messages % LIMIT, layer % LIMIT]
 
@@ -129,7 +130,7 @@ class Statistics:
         return self._vectors
 
     def check(self, totals: torch.Tensor, header: list[int]) -> None:
-        """Raise if the headers of all ranks do not add up to this rank's ``header``, times the number of ranks.
+        """Raise if ``totals``, the sum of the headers of all ranks, is not this rank's ``header`` times the number of ranks.
 
         Raises:
             LockstepError: the headers differ.
@@ -209,11 +210,11 @@ _groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.Weak
 
 
 def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics:
-    """The exchange of ``ranks``.
+    """The exchange between ``ranks``, which include this rank.
 
     Args:
         ranks: the numbers of the ranks.
-        process_group: the group of these ranks, if the script has made one.
+        process_group: the group of these ranks, if the script has made one; ``None`` to use one of parwrap.
     """
     group = current()
     of_all = group is not None and len(ranks) == group.world.size

@@ -67,9 +67,9 @@ def normalize(
     running: Running,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
-    """The output for this rank's part of a batch, the statistics of the whole batch, and its number of values per channel.
+    """The output for this rank's part of a batch, the statistics of the whole batch, and the whole batch's number of values per channel.
 
-    Updates the running statistics in place. If no rank has any value, there are no statistics.
+    Updates the running statistics in place. If no rank has any value, the statistics are empty.
 
     Raises:
         ValueError: the whole batch has only one value for each channel.

@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
         sums: two numbers for each channel, which are then summed over the ranks.
         weight: the gradient of the weight.
         bias: the gradient of the bias.
-        partial: the gradient of the input as if the statistics were constants, if computed.
+        partial: the gradient of the input as if the statistics were constants; ``None`` on a GPU and for an empty input.
     """
 
     sums: torch.Tensor
@@ -62,7 +62,7 @@ class _OnCPU:
         return tensor if tensor.dtype == torch.float64 else tensor.float()
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """A vector with two numbers per channel, and at the end the number of values per channel in ``x``."""
+        """A vector with two numbers per channel, as in ``Whole.merged``, and at the end the number of values per channel in ``x``."""
         if not x.numel():
             return x.new_zeros(2 * x.size(1) + 1, dtype=torch.float64)
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)

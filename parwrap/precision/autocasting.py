@@ -55,7 +55,7 @@ class Autocasting(Interceptor):
         return nullcontext() if self._user_managed else self._off()
 
     def end_failed_step(self) -> None:
-        """Turn autocast on again after a step that has raised, which has not reported its end."""
+        """Turn autocast on again if the last step has raised an error: :meth:`stepped` was not called then."""
         if not stepping():
             self._on_again()
 
@@ -91,7 +91,7 @@ class Autocasting(Interceptor):
         return with_autocast
 
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """Turn parwrap's autocast off for good when the script enters an enabled autocast."""
+        """Turn parwrap's autocast off for good when the script enters an enabled autocast; explain it when it enters a disabled one."""
         if instance.device != self._device or self._user_managed:
             return
         if autocast_enabled(instance):
@@ -108,6 +108,7 @@ class Autocasting(Interceptor):
             )
 
     def _on_again(self) -> None:
+        """Turn autocast on again if :meth:`step` has turned it off."""
         if self._steps and self._before:
             torch.set_autocast_enabled(self._device, True)
         self._steps = 0

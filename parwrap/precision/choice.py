@@ -23,7 +23,7 @@ DTYPES = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-"""The values of ``dtype``."""
+"""The values of the option ``dtype``, with the dtypes that they mean; ``None`` is chosen by the device."""
 
 LEVELS = {
     "O0": "float32, without changes",
@@ -31,7 +31,7 @@ LEVELS = {
     "O2": "a float16 model with float32 BatchNorm, float32 master weights and a dynamic loss scale",
     "O3": "a pure float16 model",
 }
-"""The values of ``level``."""
+"""The values of the option ``level``, with their meanings."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Precision:
     Attributes:
         device: the type of device.
         dtype: the dtype to compute in; ``None`` leaves it to the script.
-        autocasts: whether autocast chooses the operations.
+        autocasts: whether torch's autocast chooses the operations that compute in ``dtype``.
         scales: whether losses are scaled, and steps with non-finite gradients skipped.
-        model: how a model is cast: not at all, only during its calls (its weights are unchanged), or permanently.
+        model: how a model is cast to ``dtype``. ``""``: not at all; ``"in calls"``: only during its calls, and its weights are unchanged;
+            ``"for good"``: permanently.
     """
 
     device: str
@@ -54,7 +55,7 @@ class Precision:
 
 
 def check(dtype: Any, level: str | None) -> None:
-    """Raise :class:`UsageError` for unknown values."""
+    """Raise :class:`UsageError` for unknown values, and for a dtype together with a level."""
     if level is not None and level not in LEVELS:
         raise UsageError(f"level={level!r} is not one of Apex's levels. {'; '.join(f'{name!r}: {each}' for name, each in LEVELS.items())}.")
     if dtype not in DTYPES:
@@ -99,10 +100,10 @@ SAYING = [
         r"could not create a primitive descriptor for (?:the|an?) (\w[\w ]*?) (?:forward|backward)",  # oneDNN does not name the dtype
     )
 ]
-"""Torch's error messages for a missing operation, by dtype."""
+"""Patterns of torch's errors for an operation that is missing in a dtype, by dtype. Their group is the name of the operation."""
 
 NUMPY = "Got unsupported ScalarType BFloat16"
-"""The message of ``tensor.numpy()``."""
+"""A part of torch's error when the script calls ``numpy()`` on a bfloat16 tensor."""
 
 
 @contextmanager

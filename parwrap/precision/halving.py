@@ -116,7 +116,7 @@ class HalfForGood(_Halving):
 
 
 def _cast_state(optimizer: Optimizer) -> None:
-    """Cast the state of float16 parameters, as ``load_state_dict`` does, of which a strategy may hold a part on each rank."""
+    """Cast the state of float16 parameters to float16, as ``load_state_dict`` does; a rank may hold the state of only a part of them."""
     for p in parameters_of(optimizer):
         if p.dtype is HALF and (state := optimizer.state.get(p)):
             state.update({name: _cast(value, HALF) for name, value in state.items() if name != "step"})
@@ -129,7 +129,7 @@ def _take_over(p: torch.Tensor, half: torch.Tensor) -> None:
 
 
 def _pairs(own: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
-    """Each object in ``own`` with the one at its place in ``copied``; for a dataclass, the dicts of their attributes."""
+    """Pairs of each object in ``own`` and the object at the same place in ``copied``; for dataclasses, also the dicts of attributes."""
     if dataclasses.is_dataclass(own) and not isinstance(own, (dict, type)):
         yield own, copied
         own, copied = getattr(own, "__dict__", {}), getattr(copied, "__dict__", {})

@@ -25,7 +25,7 @@ class Unscaling:
     """Divides gradients while a backward of a scaled loss runs.
 
     Attributes:
-        leaves: the leaf tensors that the last backward pass reached, in the order in which they were found.
+        leaves: the leaf tensors that the last backward pass reached, by their ids, in the order in which they were found.
     """
 
     def __init__(self) -> None:
@@ -67,6 +67,7 @@ class Unscaling:
         self._watch(leaf for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
 
     def _watch(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Divide the gradients of ``leaves`` until the backward ends, by hooks that run before the user's."""
         new = [leaf for leaf in leaves if id(leaf) not in self.leaves]
         _refuse_half(new)
         for leaf in new:

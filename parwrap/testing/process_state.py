@@ -30,7 +30,7 @@ from parwrap.torch_private.process_state import active_modes, default_device, gl
 __all__ = ["State", "differences", "seed"]
 
 PATIENCE = 2.0
-"""Seconds in which threads and processes of a test that has ended may end."""
+"""Seconds that threads and processes of a test may go on after the test has ended."""
 
 PACKAGES = ("torch.amp", "torch.autograd", "torch.nn", "torch.optim", "torch.utils.data", "numpy.random", "pathlib", "torchdata")
 """Packages whose modules and classes are compared, as far as they are loaded; see ``MODULES``."""
@@ -111,7 +111,7 @@ def differences(before: State) -> list[str]:
 
 
 def _identical(names: Mapping[str, Any], copy: Mapping[str, Any]) -> bool:
-    """Whether both have the same names and objects, in the same order: nearly always, for each of a thousand classes."""
+    """Whether both have the same names and objects, in the same order. This quick check settles nearly all of a thousand classes."""
     return len(names) == len(copy) and all(map(is_, names.values(), copy.values())) and [*names] == [*copy]
 
 

@@ -34,7 +34,7 @@ class _StandIn:
 
 @contextmanager
 def _captured(config: pytest.Config, rank: int, capture_class: type) -> Iterator[CaptureFixture[Any]]:
-    """``capsys``, ``capfd`` and their variants that capture bytes."""
+    """Make ``capsys``, ``capfd`` or one of their variants that capture bytes."""
     if not config.pluginmanager.hasplugin("capturemanager"):
         config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() needs it
     manager: Any = config.pluginmanager.getplugin("capturemanager")
@@ -50,7 +50,7 @@ def _captured(config: pytest.Config, rank: int, capture_class: type) -> Iterator
 
 @contextmanager
 def _logged(config: pytest.Config, rank: int, level: int) -> Iterator[pytest.LogCaptureFixture]:
-    """``caplog``."""
+    """Make ``caplog``, with the ``level`` of the root logger in the pytest process."""
     with catching_logs(LogCaptureHandler(), level=level or None) as handler:
         records: dict[str, list[Any]] = {"call": handler.records}
         item = types.SimpleNamespace(stash={caplog_handler_key: handler, caplog_records_key: records})
@@ -60,25 +60,25 @@ def _logged(config: pytest.Config, rank: int, level: int) -> Iterator[pytest.Log
 
 
 def _warned(config: pytest.Config, rank: int) -> AbstractContextManager[WarningsRecorder]:
-    """``recwarn``."""
+    """Make ``recwarn``."""
     return WarningsRecorder(_ispytest=True)
 
 
 def _patching(config: pytest.Config, rank: int) -> AbstractContextManager[pytest.MonkeyPatch]:
-    """``monkeypatch``."""
+    """Make ``monkeypatch``."""
     return pytest.MonkeyPatch.context()
 
 
 @contextmanager
 def _folders(config: pytest.Config, rank: int, base: Path) -> Iterator[pytest.TempPathFactory]:
-    """``tmp_path_factory``: each rank makes folders below a separate one."""
+    """Make ``tmp_path_factory``: each rank makes folders below a separate one."""
     (own := base / f"rank{rank}").mkdir(exist_ok=True)
     yield pytest.TempPathFactory(None, 0, "all", lambda *args: None, own, _ispytest=True)
 
 
 @contextmanager
 def _asked(config: pytest.Config, rank: int, known: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Any]:
-    """``request``, with the attributes that can be sent."""
+    """Make ``request``, with the attributes that can be sent."""
     yield _Known("request", {**known, "node": _Known("request.node", node)})
 
 

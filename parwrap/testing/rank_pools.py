@@ -38,7 +38,7 @@ GRACE = 2.0
 """Seconds for the other ranks to end after one has failed, and for all of them after all have passed."""
 
 MOST_IDLE = 2
-"""The most pools that wait for another test: ranks take memory."""
+"""At most this many pools wait for another test, because ranks take memory."""
 
 PRELOADED = [
     *("numpy", "torch", "torch.distributed", "torch.utils.serialization", DYNAMO),
@@ -63,7 +63,7 @@ class Rank:
     connection: Connection
 
     def receive(self) -> Report | None:
-        """The report, or ``None`` from a process that has ended without one."""
+        """The report that the process has sent; ``None`` if it has ended without one."""
         with suppress(EOFError, OSError):
             if self.connection.poll():
                 return cast(Report, self.connection.recv())
