@@ -107,7 +107,7 @@ def warn(text: str) -> None:
 def _script_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the script, from ``frame`` outwards; ``None`` if there is none.
 
-    Frames without a module do not count: the fork server's command has one.
+    A frame without a module does not count: the fork server's command runs in one.
     """
     while frame is not None and not (frame.f_globals.get("__name__") and _kind_of(frame) == SCRIPT):
         frame = frame.f_back

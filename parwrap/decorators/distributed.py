@@ -141,7 +141,7 @@ class distributed(ScopeDecorator):
             By default the weights become their average.
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the momentum of the outer optimizer.
-        lock: with ``"hogwild"``, one rank at a time takes a step.
+        lock: with ``"hogwild"``, whether only one rank at a time takes a step.
         servers: with ``"parameter_server"``, the number of servers, which are the last ranks; the others are workers.
         staleness: with ``"parameter_server"``, how many steps a worker may be ahead of the slowest; with 0 they step together, by default
             each goes at its own pace.

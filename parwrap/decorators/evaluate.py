@@ -76,8 +76,8 @@ class evaluate(ScopeDecorator):
             - a function that gets a list of the ranks' results, in the order of ranks, and returns the merged one. On one rank, the list
               has one entry.
             - a dict or tuple of these, one for each entry of the result.
-        check: whether the first call compares its result with that of all the data, and so does the first call with datasets of other
-            lengths, for up to 16 lengths. If the ranks' parts gave results so alike that a wrong ``reduce`` would not show, up to two more
+        check: whether to compare the result with that of all the data, in the first call and in the first one with datasets of another
+            length, up to 16 lengths. If the ranks' parts gave results so alike that a wrong ``reduce`` would not show, up to two more
             calls are compared. ``False`` divides the data unchecked.
 
     Raises:

@@ -36,7 +36,7 @@ __all__ = ["explain"]
 
 
 class explain(ScopeDecorator):
-    """Print what parwrap did at each line of the script, when the function ends: a table on rank 0's stderr.
+    """When the function ends, print a table of what parwrap did at each line of the script, on rank 0's stderr.
 
     Write ``@explain``, ``@explain(report="explained.json")`` or ``with explain():`` inside of ``distributed``; for a script, ``--explain``.
     There is a row for each line that reads a loader, runs a backward, steps an optimizer, writes or prints, with the rule of the contract

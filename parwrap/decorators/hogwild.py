@@ -32,7 +32,7 @@ class hogwild(ScopeDecorator):
 
     Args:
         workers: the number of workers; by default the number of cores.
-        lock: one worker at a time takes a step. This is slower, and meant for comparison.
+        lock: whether only one worker at a time takes a step. This is slower, and meant for comparison.
         timeout: seconds (or a ``timedelta``) that a worker waits for another one; by default 30 minutes.
         seed: the seed of torch, numpy and python in all workers; by default they continue from the caller's state.
 

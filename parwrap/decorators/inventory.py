@@ -1,6 +1,6 @@
 """What a function can reach by name: the optimizers and modules that were built before its scope opens (contract, small print on passes).
 
-Where ranks are started for a function, it also finds everything else that the function can reach.
+For a call that starts ranks, this file also finds everything else that the function can reach.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _code(value: Any, module: str | None) -> Iterator[FunctionType]:
-    """The functions of ``value``, if it is a function, a method, a class or an object of a class, and its code is of ``module``."""
+    """The functions in ``value``, a function, method, class or object, whose code is defined in ``module``."""
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
         plain = inspect.unwrap(value)

@@ -52,9 +52,9 @@ class _Mixin:
     Mixins decorate ``train`` and ``fit``, and the methods that the class keyword or attribute ``parwrap_methods`` names. ``EvaluateMixin``
     decorates ``evaluate``, ``validate`` and ``test``, and those that ``parwrap_evaluate_methods`` names.
 
-    The options of the decorators are class keywords; a subclass inherits those of its bases, and may override them. If one such method
-    calls another of the same instance, also by ``super()``, the scopes stay those of the first. The ``train(mode)`` of an ``nn.Module``
-    that sets the mode is not decorated unless it is named.
+    The options of the decorators are class keywords; a subclass inherits those of its bases, and may override them. If one decorated
+    method calls another of the same instance, also by ``super()``, no further scope opens. The ``train(mode)`` of an ``nn.Module`` that
+    sets the mode is not decorated unless it is named.
 
     Raises:
         UsageError: a class keyword that neither a mixin nor another base takes; a class without a method to decorate, or without a method

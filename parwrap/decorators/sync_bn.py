@@ -32,7 +32,7 @@ class sync_bn(ScopeDecorator):
 
     Args:
         process_group: the ranks that share, as ``torch.distributed.new_group`` returns it; by default all.
-        group_size: instead, the number of consecutive ranks that share: 2 makes pairs. It must divide the number of ranks.
+        group_size: instead of a group, the number of consecutive ranks that share: 2 makes pairs. It must divide the number of ranks.
 
     Raises:
         UsageError: an unknown option or value.

@@ -34,7 +34,8 @@ class uniform_length(ScopeDecorator):
 
     Args:
         length: the length of a sample: a function of a sample, the name or position of a field in it, or a sequence of all lengths. By
-            default the count in ``attention_mask``, or the length of the first tensor, array or list of numbers whose length differs.
+            default the count in ``attention_mask``, or the length of the first tensor, array or list of numbers in a sample whose length
+            differs between samples.
         pad_value: the padding value of samples or batches. Without it, only padding in ``attention_mask`` is cut off.
         max_tokens: the most tokens of a batch on a rank, padding included, instead of the loader's ``batch_size``.
         multiple_of: round the length of a batch up to a multiple of this.

@@ -46,7 +46,7 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
         as_json: print JSON.
 
     Returns:
-        0 if there is no problem, 1 if there is one.
+        0 if there is no problem, 1 if there is one, 2 if the report cannot be written.
     """
     from parwrap.doctor.exam import examination, in_time
     from parwrap.doctor.gather import gather, place

@@ -125,7 +125,7 @@ class Gpus:
         visible: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
         error: torch's error if it cannot use them.
         apart: pairs of GPUs that cannot read each other's memory, by their numbers.
-        topology: the output of ``nvidia-smi topo -m``, for two or more.
+        topology: the output of ``nvidia-smi topo -m``, with two GPUs or more.
     """
 
     seen: list[Gpu] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Network:
-    """Where gloo would listen.
+    """The network of the machine, and where gloo would listen.
 
     Attributes:
         addresses: the addresses that the host's name resolves to.

@@ -354,7 +354,7 @@ class _Rank:
 
 
 def _ending_of(code: int | None) -> str:
-    """How a process with this exit ``code`` has ended; ``None`` if the code is unknown."""
+    """How a process has ended, in words. ``code`` is its exit code, or ``None`` if the code is unknown."""
     if code is None:
         return (
             "ended, with an exit code that something else in this process collected, such as a SIGCHLD handler that waits for all children,"

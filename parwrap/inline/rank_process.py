@@ -66,7 +66,7 @@ class Job:
         threads: the number of compute threads; ``None`` for the number that environment variables set.
         outputs: descriptors that replace stdout and stderr, by the numbers of these, 1 and 2.
         folder: the folder for :func:`failure_file` and :func:`end_file`.
-        pipe: the descriptor for messages to the caller that a file was written.
+        pipe: the descriptor of a pipe to the caller. A message there says that one of these files was written.
         parent: the id of the caller's process.
     """
 
@@ -148,7 +148,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def forks_of_started_rank_end_here() -> AbstractContextManager[None]:
-    """In a started rank, end each process that the block forks where it leaves the block: only the rank runs what follows."""
+    """In a started rank, a process that the block forks ends when it leaves the block, because only the rank runs what follows."""
     return nullcontext() if _reports is None else forks_end_here()
 
 

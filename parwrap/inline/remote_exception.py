@@ -40,7 +40,7 @@ class RemoteException(NamedTuple):
 
     Attributes:
         kind: the class of the exception, or the nearest base class that can be pickled.
-        name: the name of its class.
+        name: the name of the exception's own class.
         args, attributes: those of the exception, with the ``repr`` of values that cannot be pickled.
         members: attributes of built-in exceptions that are in neither of these, such as ``errno``.
         grouped: the exceptions in an exception group.

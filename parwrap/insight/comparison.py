@@ -276,7 +276,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         own_statistics: whether batch norms use the statistics of each rank's part.
         augmented: whether reading samples draws random numbers.
         half: whether a run has computed in half precision.
-        said: what the run on several ranks has said.
+        said: what the run on several ranks has printed.
     """
     reasons, on_ranks = [], f"on {counted(ranks, 'rank')}"
     for mine, theirs in zip(one.options, several.options, strict=False):

@@ -103,7 +103,7 @@ class Step:
         names: the names of its parameters.
         sizes: the number of values in each parameter.
         before: the parameters before this step, if it is the optimizer's first or the first with other parameters; otherwise empty.
-        grads: their gradients; ``None`` where there is none. Large tensors are sampled, as :func:`stride` says.
+        grads: the gradients of its parameters; ``None`` where there is none. Large tensors are sampled, as :func:`stride` says.
         after: the parameters after the step, sampled in the same way.
         passes: the number of passes over loaders that have begun.
         read: the number of batches that have been read since the step before.
@@ -152,7 +152,7 @@ class Recorded:
     Attributes:
         steps: its steps.
         batch_norms: whether a batch norm was in train mode in a recorded step.
-        half: whether it has computed in half precision: an autocast was on, or a module has returned such a tensor.
+        half: whether it has computed in half precision: an autocast was on, or a module has returned a tensor in half precision.
         failed: whether the run has ended with an error.
     """
 

@@ -151,7 +151,7 @@ class Failure:
 
 
 class Recorder(contextlib.AbstractContextManager):
-    """A context manager that saves the first failure in its block. It can be entered again.
+    """A context manager that saves the first failure in its block. It can be entered again inside its block.
 
     Args:
         directory: where to write.

@@ -149,7 +149,9 @@ class Nodes:
                 self._wait_until_read(time.monotonic() + REPORT_WAIT)
 
     def exchange(self) -> None:
-        """Send this node's failure reports to the other nodes, and save theirs here. Every node calls this after a rank has failed on any.
+        """Send this node's failure reports to the other nodes, and save theirs here.
+
+        Every node calls this after a rank has failed on any node.
 
         Raises:
             LaunchError: something else has written into the store.

@@ -39,7 +39,7 @@ DOCTOR = "parwrap.doctor"
 OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
 """Names that other launchers use for ``--nproc-per-node``."""
 FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
-"""The options that ask for several ranks; without them, one rank runs."""
+"""The options that ask for several ranks. If one rank runs and the script gets one of these, a notice says so."""
 TORCHRUNS = {"nnodes": "1:1", "node_rank": 0, "master_addr": None, "master_port": None}
 """Torchrun's defaults; :func:`plan_launch` has the default of the rendezvous backend."""
 NOT_GIVEN = dict.fromkeys([*TORCHRUNS, "nproc_per_node"])
@@ -440,7 +440,7 @@ def look_for(target: str, arguments: argparse.Namespace) -> None:
 
 
 def _needs_no_agent(arguments: argparse.Namespace) -> bool:
-    """Whether the command asks for none of what needs torch's agent: several nodes, a plain launch, restarts or log files."""
+    """Whether the command needs no agent of torch: it asks for no other node, plain launch, restart or log file."""
     logs = arguments.log_dir or _torchrun_logs(arguments)
     return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
 

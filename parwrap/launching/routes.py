@@ -51,7 +51,7 @@ DEFAULT_TIMEOUT = 900.0
 """Seconds that a node waits for the others unless ``--timeout`` or ``--rdzv-conf`` is given, as in torch."""
 
 REPORT_AFTER = 10.0
-"""Seconds after which a waiting node reports it."""
+"""Seconds after which a node that waits for the first one says so."""
 
 SIOCGIFCONF = 0x8912
 IFREQ = struct.Struct("16s 4x 4s 16x")

@@ -34,7 +34,7 @@ FORWARD = (
 """The schema of the forward operator.
 
 It returns the output, two tensors with the statistics of the whole batch in the kernels' form, the new running statistics, and two numbers
-for the backward: the number of values per channel, and that of the exchange.
+for the backward: the number of values per channel, and the number of the exchange, for :meth:`_Scopes.used`.
 """
 
 BACKWARD = (

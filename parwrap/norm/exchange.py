@@ -1,7 +1,8 @@
 """How ranks that share the batch of a layer exchange its statistics: one collective in each forward, and one in each backward.
 
-These messages never use the process group that averages gradients, so they never pair with a bucket. Each message has a header: its number
-and the number of its layer. In lockstep all ranks send equal headers; if headers differ, ranks raise instead of mixing two layers.
+These messages never use the process group that averages gradients, so they are never mixed up with gradients. Each message has a header:
+its number and the number of its layer. Ranks at the same step send equal headers; if headers differ, ranks raise instead of mixing two
+layers.
 """
 
 from __future__ import annotations

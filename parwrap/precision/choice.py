@@ -36,7 +36,7 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision settings.
+    """What a requested dtype or level means on a device.
 
     Attributes:
         device: the type of device.

@@ -90,7 +90,7 @@ class Scaling(Interceptor):
         return clip.run()
 
     def leaves_out(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` would step with a gradient that is not finite."""
+        """Whether to skip the step of ``optimizer``, because one of its gradients is not finite."""
         if self._user_managed:
             return False
         found = _any([*flags_of(parameters_of(optimizer)), *self._before_clipping.pop(optimizer, [])])

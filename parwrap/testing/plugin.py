@@ -150,7 +150,7 @@ def _run(item: pytest.Function, size: int, timeout: float, fresh: bool) -> None:
 
 
 def _pytest_options(config: pytest.Config) -> tuple[str, ...]:
-    """The command line with which ranks rewrite asserts and show failures as this process does."""
+    """The command line of pytest on the ranks, with which they rewrite asserts and show failures as this process does."""
     options = ["--noconftest", "-c", os.devnull, f"--rootdir={config.rootpath}"]
     options += ["-o", f"consider_namespace_packages={config.getini('consider_namespace_packages')}"]
     options += [f"{name}={config.getoption(name)}" for name in ("--import-mode", "--assert", "--tb", "--verbosity")]

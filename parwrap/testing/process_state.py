@@ -45,7 +45,7 @@ MODULES = frozenset(
         *("matplotlib.pyplot", "pandas", "pandas.core.frame", "pandas.core.generic", "safetensors.torch", "tqdm.std", "yaml"),
     ]
 )
-"""Modules whose callables, and the attributes of whose classes, are compared if they are loaded."""
+"""Modules that are compared if they are loaded: their callables, and the attributes of their classes."""
 
 TORCHS_SIGNALS = known_signals("SIGCHLD")
 """The signals that torch handles from the first ``DataLoader`` with workers on."""

@@ -53,7 +53,7 @@ FLAT_WEIGHTS = "_flat_weights"
 """The attribute with a recurrent layer's list of its weights, which can be rebuilt from its parameters. It is not public."""
 
 ORIGINAL_MODULE = "_orig_mod"
-"""The original module's name in the result of ``torch.compile``. The result's type is in ``torch._dynamo``, which is slow to import."""
+"""The attribute with the original module in a result of ``torch.compile``, whose type is in ``torch._dynamo``, which is slow to import."""
 
 compiled_call: Callable[[nn.Module], Callable | None] = attrgetter("_compiled_call_impl")
 """The replacement of the call that ``module.compile()`` has installed, or ``None``. A module does not make this public."""

@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch
 __all__ = ["active_modes", "default_device", "global_hooks", "open_process_groups"]
 
 _GLOBAL = "_global_"
-"""How the names of dicts of global hooks begin."""
+"""How torch begins the names of its dicts of global hooks."""
 
 
 def global_hooks() -> dict[str, list[Any]]:
