@@ -31,7 +31,7 @@ class sync_bn(ScopeDecorator):
     The formulas are those of ``torch.nn.SyncBatchNorm``, which needs GPUs.
 
     Args:
-        process_group: the ranks that share, as ``torch.distributed.new_group`` returns it; by default all.
+        process_group: the ranks that share, as ``torch.distributed.new_group`` returns them; by default all.
         group_size: instead of a group, the number of consecutive ranks that share: 2 makes pairs. It must divide the number of ranks.
 
     Raises:
