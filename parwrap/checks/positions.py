@@ -28,10 +28,12 @@ SIZE = 512
 WORDS = SIZE // 8
 
 RECENT = 4
-"""The backwards whose sets a page has. The host is never that many ahead of a GPU: a backward reads the numbers of the one before."""
+"""How many backwards, the last ones, a page has the sets of. A host is never that many backwards ahead of its GPU: each reads the numbers
+of the one before."""
 
 NUMBERS = 6 + RECENT
-"""Numbers of eight bytes before the place: a sequence number, then the fields of :class:`Page` and the length of the place, and the sets.
+"""How many numbers of eight bytes a page has before its place: a sequence number, ``backwards``, ``state``, ``what`` and ``controls`` of
+:class:`Page`, the length of the place, and ``sets``.
 
 The sequence number is odd while the others are written, so that a reader tries again. Each is written as a whole; ``struct.pack_into``
 would write zeros first.
@@ -59,7 +61,7 @@ class State(IntEnum):
 
 
 APART = 8
-"""Added to what a rank does when it finds that the ranks have come apart, and stops."""
+"""Added to the state of a rank that has found that the ranks are apart, and has stopped."""
 
 MESSAGES = (State.CONTROL, State.INNER)
 
@@ -81,7 +83,7 @@ SENTENCES: dict[int, str] = {
 
 
 def sentence(page: Page, place: str) -> str:
-    """Words that say what the rank of ``page`` does at ``place``, or did when it stopped there, to put after "rank 3"."""
+    """What the rank of ``page`` does at ``place``, or did there when it stopped: the words of an error that follow "rank 3"."""
     words = SENTENCES.get(page.state) or SENTENCES[page.state - APART]
     stopped = ", and has stopped there" if page.state > APART else ""
     return f"{words.format(place=place)} (backwards begun: {page.backwards}){stopped}"
@@ -112,7 +114,7 @@ class Page(NamedTuple):
 
 
 def apart(mine: Page, other: Page) -> bool:
-    """Whether a rank that is about to send, or has sent, what ``mine`` says can never meet the rank of ``other``.
+    """Whether two ranks can never meet: the rank of ``mine``, which sends what this page says, and the rank of ``other``.
 
     >>> backward, another, ended = Page(3, State.BACKWARD, sets=[7]), Page(3, State.BACKWARD, sets=[8]), Page(2, State.ENDED)
     >>> apart(backward, backward), apart(backward, another), apart(backward, ended), apart(backward, Page(2))
@@ -127,7 +129,7 @@ def apart(mine: Page, other: Page) -> bool:
 
 
 def _in_other_order(one: Page, another: Page) -> bool:
-    """Whether two ranks have sent what they both have sent in another order, or averaged other sets."""
+    """Whether two ranks have begun backwards and messages in different orders, or averaged different sets in the same backward."""
     further = one.backwards - another.backwards
     if further * (one.controls - another.controls) < 0:  # each has begun what the other has not
         return True
@@ -136,7 +138,7 @@ def _in_other_order(one: Page, another: Page) -> bool:
 
 
 def _lets_wait(one: Page, another: Page) -> bool:
-    """Whether ``one`` is at the end of a backward, inside of which ``another`` waits for a message that it has not sent."""
+    """Whether ``one`` is at the end of a backward, inside of which ``another`` waits for a message that ``one`` has not sent."""
     inside = one.state == State.AVERAGES and another.state == State.INNER and one.backwards == another.backwards
     return inside and one.controls < another.controls
 
@@ -145,13 +147,13 @@ class Positions:
     """The pages of the ranks of this node.
 
     Args:
-        folder: the folder that they share.
+        folder: the folder that the ranks of the node share.
         rank: this rank among those of the node.
         ranks: the global ranks of the node's ranks, in their order on the node.
-        alike: whether to compare with the others now; not after an interrupt, which ranks may handle in different ways.
+        alike: returns whether to compare with the others now. False after an interrupt, which ranks may handle in different ways.
 
     Attributes:
-        opening: how many pages this process has opened there before.
+        opening: how many times this process has opened pages in ``folder`` before.
         mine: this rank's page, as it was written last; its state may have changed since.
     """
 
@@ -230,7 +232,7 @@ class Positions:
             )
 
     def _differs(self, other: int) -> bool:
-        """Whether another rank of the node sends something else than this rank, as far as one look shows."""
+        """Whether another rank of the node may send something else than this rank: a fast look, before :func:`apart` decides."""
         numbers, at = self._numbers, other * WORDS
         state = numbers[at + STATE]
         if state == RUNS:  # it waits for nothing, but its GPU may
@@ -356,7 +358,7 @@ class Positions:
         self.mine = page
 
     def close(self) -> None:
-        """Unmap the pages; every rank has opened them by now."""
+        """Unmap the pages and remove their file. Every rank has mapped it by now."""
         self._numbers.release()
         self._memory.close()
         with suppress(PermissionError):  # Windows removes no file that another rank has mapped; the folder is removed later

@@ -37,7 +37,13 @@ NO_DATA = (0,) * (2 * (TEXTS + 1))
 
 
 def data_digits(loader: DataLoader, held: Held, seed: int, passes: int = 0) -> tuple[int, ...]:
-    """Eight digits below 251, two for each of: shape, order, numbers and texts of what ``loader`` reads in a pass, after other ``passes``.
+    """Eight digits below 251, two for each of: shape, order, numbers and texts of what ``loader`` reads in a pass.
+
+    Args:
+        loader: the loader.
+        held: the result of :func:`held_by` for this loader.
+        seed: the seed of the order of the pass.
+        passes: the number of passes that have begun before.
 
     >>> loader, other = DataLoader(torch.arange(8.0), batch_size=2), DataLoader(torch.ones(8), batch_size=2)
     >>> data_digits(loader, held_by(loader), 0) == data_digits(loader, held_by(loader), 0)
@@ -53,7 +59,7 @@ def data_digits(loader: DataLoader, held: Held, seed: int, passes: int = 0) -> t
 
 
 def held_by(loader: DataLoader) -> Held:
-    """Hashes of what ``loader`` reads that stay the same in all of its passes."""
+    """Hashes of the dataset and the sampler of ``loader``. They are the same for all of its passes."""
     dataset, batches, sampler = _parts(loader)
     held = Held()
     held.add(dataset)
@@ -79,7 +85,7 @@ def compare_data(all_ranks: Sequence[Sequence[int]], place: Place) -> None:
 
 
 def different_data(differ: Iterable[int], place: Place) -> None:
-    """Say that ranks read different data at ``place``.
+    """Say that ranks read different data at ``place``. ``differ`` has what differs, such as ``ORDER`` and ``TEXTS``.
 
     Raises:
         RankMismatchError: unless only texts and paths differ. These may rightly differ between nodes, so they only cause a warning.
@@ -107,7 +113,7 @@ class Held:
         self.order = self.numbers = self.texts = 0
 
     def digits(self, shape: str, order: str = "") -> tuple[int, ...]:
-        """Digits of what is held and of a description of its shape and order, as :func:`data_digits` has them."""
+        """Digits of what is held and of a description of its shape and order, as :func:`data_digits` returns them."""
         numbers = crc32(shape.encode()), crc32(f"{self.order} {order}".encode()), self.numbers, self.texts
         return tuple(digit for number in numbers for digit in (number % 251, number // 251 % 251))
 

@@ -35,12 +35,12 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Entry(IntEnum):
-    """The entries of the signal that follow the bits for the parameters that this rank's loss reaches."""
+    """The last entries of the signal. Before them it has a bit for each parameter: whether this rank's loss reaches it."""
 
     SET = -15
-    """The set of parameters."""
+    """The number of the set of parameters, modulo ``DIGITS``."""
     STEP = -14
-    """The number of backwards in this pass."""
+    """The number of earlier backwards in this training pass, or in the scope if none is open, modulo ``DIGITS``."""
     DATA = -13
     """Eight digits of what all ranks must read alike, in a pass's first backward."""
     WEIGHT = -5
@@ -52,7 +52,7 @@ class Entry(IntEnum):
     GROWS = -2
     """Whether a parameter outside of every set has got a gradient."""
     INTERRUPTED = -1
-    """Whether this rank was asked to end."""
+    """Whether this rank holds a signal to end, such as Ctrl-C."""
 
 
 NUMBERS = -Entry.SET
@@ -67,7 +67,7 @@ class _Exchanged(NamedTuple):
         sent: this rank's, as :class:`Entry` says.
         means: the means over the ranks, and in the first steps this rank's loss, in pinned memory.
         place: the line of the backward.
-        training: the pass.
+        training: the innermost training pass, if any.
         arrived: an event after which the means have arrived.
     """
 
@@ -145,7 +145,7 @@ class SameStep:
         self.positions.enter(State.BACKWARD, number, place)
 
     def averages(self) -> None:
-        """This rank's backward has reached its end, and waits for the average gradients.
+        """Say that this rank's backward has reached its end, and waits for the average gradients.
 
         Raises:
             LockstepError: another rank waits inside of it for a message that this rank does not send.
@@ -154,7 +154,7 @@ class SameStep:
         self.positions.averages()
 
     def passed(self, place: str | Place) -> None:
-        """Training has come to ``place``, for errors about ranks that have ended there."""
+        """Note that training has come to ``place``: errors name it as the last step of a rank that ends after it."""
         self._last = place
 
     def explain(self, error: RuntimeError) -> None:
@@ -239,7 +239,7 @@ class SameStep:
         return not self._passes.draws_own and (training is None or not training.shared) and self._work.watches(place)
 
     def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:
-        """Where this rank is, and what its backward tells about the others; their pages may say the same line."""
+        """Words for an error: in which backward this rank is, and in which the others are. Pages may show the same line for all."""
         rank, size = self._world.rank, self._world.size
         others = f"{2 * mean - mine + 1:.0f} on the other rank" if size == 2 else f"{mean + 1:.4g} on average over the ranks"
         where = f"its pass over the loader at {training.place}" if training else "the script"

@@ -76,7 +76,7 @@ def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = N
 
 
 def _hyperparameters(optimizer: Optimizer) -> str:
-    """The numbers and strings among the options of each group of parameters, as text. A GPU's are left out, to not wait for it."""
+    """The numbers and strings among the options of each group of parameters, as text. Tensors on a GPU are left out, to not wait for it."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -98,7 +98,7 @@ class SameWeights:
 
     Attributes:
         owned_only: whether only optimizers' parameters are compared. Parameters that follow them, such as a moving average, may differ.
-        leaves_out: whether each rank has a part of a parameter, so that there is nothing to compare.
+        leaves_out: a function that returns whether each rank has only a part of a parameter, so that there is nothing to compare.
     """
 
     def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
@@ -113,7 +113,7 @@ class SameWeights:
         self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped. Compare the weights if :func:`is_due` names this step."""
+        """Note that ``optimizer`` has stepped, and compare the weights if :func:`is_due` is true for this step."""
         if is_alone():
             return
         self.note(optimizer)
@@ -123,12 +123,15 @@ class SameWeights:
             self._place = None
 
     def note(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped: the next check compares its parameters and hyperparameters."""
+        """Note that ``optimizer`` has stepped: the next check compares its parameters and hyperparameters."""
         if not any(optimizer is each for each in self._unchecked):
             self._unchecked.append(optimizer)
 
     def begins_pass(self) -> None:
-        """A training pass begins. Compare the weights if :func:`is_due` names it: the script may have changed them without a step."""
+        """Count a training pass that begins, and compare the weights if :func:`is_due` is true for it.
+
+        The script may have changed them without a step.
+        """
         self._begun += 1
         if is_due(self._begun):
             self.check("the check of weights as a training pass begins")
@@ -143,7 +146,7 @@ class SameWeights:
                 self.check("the last check of weights")
 
     def check(self, kind: str = "the check of weights") -> None:
-        """Compare the weights, if the script has trained or drawn a batch since; on a GPU those of the check before, to not wait.
+        """Compare the weights, if the script has trained or drawn a batch since the last check; on a GPU, those of the check before.
 
         Raises:
             RankMismatchError: they differ; it names the first parameter and the step.
@@ -254,7 +257,7 @@ class _Weights(NamedTuple):
         owned: the checksums of their parameters, in order.
         others: the checksums of other parameters of its modules, by their numbers.
         frozen: the places in ``owned`` of the parameters that do not require grad.
-        frozen_others: the numbers of parameters that do not require grad.
+        frozen_others: the numbers of its modules' parameters that do not require grad.
     """
 
     processor: str

@@ -9,7 +9,7 @@ from parwrap.places import Place
 __all__ = ["WHOLE_WORK", "SameWork"]
 
 STEPS = 3
-"""So many equal losses in a row are no accident."""
+"""The number of first steps at a line whose losses are compared. If all of them are equal, this is no accident."""
 
 WHOLE_WORK = "each does the whole work"
 """What the check says of ranks that compute the same."""
@@ -39,7 +39,7 @@ class SameWork:
         return not self._said and len(self._seen.get(place, ())) < STEPS
 
     def compare(self, place: Place, loss: float, mean: float) -> None:
-        """Compare the losses of a step at the line ``place``."""
+        """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks."""
         seen = self._seen.setdefault(place, [])
         seen.append(loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean))
         if len(seen) == STEPS and all(seen):

@@ -38,7 +38,7 @@ UNHEARD = 8.0
 
 @contextmanager
 def watched(group: Group, positions: Positions, interrupts: Interrupts, report: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, end this rank's wait for ranks that it can never meet.
+    """Inside the block, end this rank's wait for ranks that it can never meet: end the process, or on a GPU abort NCCL.
 
     Args:
         group: the process group.
@@ -57,7 +57,7 @@ def watched(group: Group, positions: Positions, interrupts: Interrupts, report: 
 
 
 def _compare_with_other_nodes(group: Group, positions: Positions, report: Callable[[str], None], stopped: threading.Event) -> None:
-    """End this process if it and a rank of another node can never meet."""
+    """End this process if this rank is blocked, and the next rank can never meet it."""
     assert group.store is not None
     store = SignedStore(group.store, f"positions {positions.opening}")
     rank, following = group.world.rank, (group.world.rank + 1) % group.world.size

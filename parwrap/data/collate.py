@@ -21,7 +21,7 @@ from parwrap.options import check_positive
 __all__ = ["Trimmed", "is_sequence", "pad_collate", "trimmed"]
 
 USUAL = {"labels": -100}
-"""Default padding values of fields by name: the index that torch's losses ignore."""
+"""The padding values of fields by name, unless the user's dict has others. -100 is the index that torch's losses ignore."""
 
 
 class pad_collate:
@@ -206,7 +206,8 @@ def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: An
 
     The lengths of sequences come from ``attention_mask``, if present. Otherwise they are found by ``pad_value`` at the end of the sequences
     in ``field``, or in the first integer tensor with rows and columns. All tensors of that shape are cut at the same column, if they
-    contain a single value from there on. What is left has a multiple of ``multiple_of`` columns, unless it had fewer.
+    contain a single value from there on. What is left has a multiple of ``multiple_of`` columns, unless it had fewer. Dicts and lists of
+    ``batch`` are changed in place.
 
     >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
     [tensor([[5, 6],
@@ -229,7 +230,7 @@ def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: An
 
 
 def _real(batch: Any, pad_value: float | None, field: Any) -> torch.Tensor | None:
-    """A mask of the positions, by row and column, that are not padding."""
+    """A mask of the positions, by row and column, that are not padding; ``None`` if they cannot be found."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return mask != 0
@@ -264,7 +265,7 @@ def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``batch`` with ``function`` applied to all tensors in it; its containers stay the same."""
+    """``batch`` with ``function`` applied to all tensors in it. Dicts and lists are changed in place."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping):

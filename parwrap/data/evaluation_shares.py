@@ -97,7 +97,7 @@ class Turns:
         self._ended(drawn)
 
     def _drawn(self, most: int) -> list:
-        """The next batches. They are drawn on random states kept for the stream, because the script's own draws differ between ranks."""
+        """At most ``most`` next batches, drawn on random states kept for the stream: the script's own draws differ between ranks."""
         with states_kept():
             if self._states is not None:
                 set_states(self._states)
@@ -121,7 +121,7 @@ class Reading:
         place: the line of the script where it began.
         in_turn: whether batches were dealt out one by one, rather than in blocks.
         batches: the number of batches of the whole pass; ``None`` until its end is known.
-        planned: the number of batches that this rank has to read.
+        planned: the number of batches that this rank has to read; ``None`` until it is known.
         read: the number of batches that this rank has read.
         failed: the number of batches that raised an error when this rank read them.
         sizes: the number of samples in each of this rank's batches.
@@ -308,7 +308,9 @@ class _Read(Batches):
 
 
 def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
-    """Check that the ranks' passes together equal those of one process, and return them.
+    """Check that the ranks' passes together equal those of one process, and return them without passes that no rank has read.
+
+    ``ranks`` has the passes of each rank, in order.
 
     Raises:
         RankMismatchError: the ranks have read different things.

@@ -34,7 +34,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
     """Makes batches of samples of similar length, for ``DataLoader(batch_sampler=...)``.
 
     Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. A round has
-    ``num_replicas`` batches of samples of similar length, equally many in each or one more, so that ranks that step together have equal
+    ``num_replicas`` batches of samples of similar length, whose sizes differ by at most one, so that ranks that step together have equal
     work. The order of rounds is random. Each pass contains every sample once, except what ``drop_last`` drops. All passes have the same
     number of batches: a multiple of ``num_replicas``, unless there are fewer samples than that, or all batches hold one sample. If samples
     do not divide evenly, several batches are slightly smaller.
@@ -395,7 +395,7 @@ def _field(sample: Any, name: Any) -> Any:
 
 
 def _found(sample: Any, pad_value: float | None) -> dict[Any, int]:
-    """The possible lengths of a sample, the likeliest first."""
+    """The possible lengths of a sample, by the field and the way of counting, the likeliest first."""
     if isinstance(sample, Mapping):
         fields = dict(sample)
     else:
@@ -479,7 +479,7 @@ class UniformLength(Interceptor):
         return sampler
 
     def _collate(self, loader: DataLoader, pads: bool) -> Trimmed:
-        """The function that makes the batches: the user's own, or one that pads, in place of torch's."""
+        """The function that makes the batches: the user's own; or, in place of torch's, one that pads, if ``pads``."""
         collate = loader.collate_fn
         if pads and collate is default_collate:
             collate = pad_collate(self._pad_value or 0, self._multiple_of)

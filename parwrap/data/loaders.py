@@ -353,7 +353,7 @@ class Loaders(Sources, Interceptor):
             )
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, size: int) -> DistributedSampler:
-        """Torch's sampler for this rank, for a plain loader or for the script's own ``DistributedSampler``."""
+        """Torch's sampler for this rank of ``size``, for a plain loader or for the script's own ``DistributedSampler``."""
         rank = self._rank if size > 1 else 0
         if isinstance(sampler, DistributedSampler):
             return DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, seed, sampler.drop_last)
@@ -375,9 +375,9 @@ class Loaders(Sources, Interceptor):
             return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
     def _seed(self, loader: DataLoader, sampler: Any, by_torch: bool) -> int:
-        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws it: all ranks read one process's order in turn.
+        """The seed of the order of a pass, drawn as torch's ``RandomSampler`` draws it, so that all ranks share the order of one process.
 
-        For a sampler of torch that draws by itself, the number that it will draw first, so that ranks can compare it; otherwise 0.
+        For a sampler of torch that draws by itself, it is the number that it will draw first, which ranks compare. Otherwise it is 0.
         """
         if type(sampler) is DistributedSampler:
             return sampler.seed + sampler.epoch
@@ -462,7 +462,7 @@ class Loaders(Sources, Interceptor):
             )
 
     def known(self, loader: DataLoader) -> _Known:
-        """What is known about ``loader``."""
+        """What is known about ``loader``, at first nothing. The caller may change it."""
         return self._known.setdefault(loader, _Known())
 
     def _reading(self, loader: DataLoader) -> Reading:
@@ -487,7 +487,8 @@ class Loaders(Sources, Interceptor):
 
 
 FIRST_PASSES, HASHED_EVERY = 3, 32
-"""What a loader reads is hashed in its first training passes, and later in a pass that begins this many backwards after the last hash."""
+"""What a loader reads is hashed in its first ``FIRST_PASSES`` training passes, and later in a pass that begins at least ``HASHED_EVERY``
+backwards after the last hash."""
 
 DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""
@@ -580,7 +581,7 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _samples(loader: DataLoader) -> int | None:
-    """How many samples one process reads in a pass, if that is known. Without a batch size, items of the dataset may be batches."""
+    """How many samples one process reads in a pass; ``None`` if unknown, as without a batch size, where items may be batches."""
     try:
         return None if loader.batch_sampler is None else len(_sampler(loader))
     except TypeError:

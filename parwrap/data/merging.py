@@ -353,7 +353,8 @@ class Compared(NamedTuple):
 
     Attributes:
         differing: the differences: the place, the merged value and the value of all the data.
-        proves: whether the parts differ enough to prove that combining them is correct in general.
+        proves: whether this comparison shows that combining is correct: nothing differs, and for each float the parts differ enough
+            (integers and texts need no such evidence).
     """
 
     differing: list[tuple[str, Any, Any]]

@@ -67,7 +67,7 @@ class Sources:
         self._said: set[Place] = set()
 
     def begin(self, iteration: Any) -> None:
-        """Decide what ``iteration`` reads, and begin its pass."""
+        """Decide what ``iteration`` reads, and begin its pass. Called at its first ``next``."""
         raise NotImplementedError
 
     def go_on(self, iteration: Any) -> None:
@@ -76,7 +76,7 @@ class Sources:
         self._open.add(iteration)
 
     def end(self, iteration: Any, exhausted: bool) -> None:
-        """End the pass of ``iteration``."""
+        """End the pass of ``iteration``. For a line's first training pass on shares, print how many samples this rank has read."""
         opened: Pass = iteration.opened
         opened.exhausted = exhausted
         if self._passes.is_open(opened):
@@ -178,7 +178,7 @@ class PassIterator(Batches):
             raise
 
     def finish(self, exhausted: bool) -> None:
-        """End the pass."""
+        """End the pass, which was read to its end if ``exhausted``, and dropped otherwise."""
         sources = self.detach()
         if sources is not None and self.opened is not None:
             if not exhausted:

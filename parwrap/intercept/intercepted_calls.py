@@ -68,7 +68,10 @@ class Backward(NamedTuple):
 def _times(
     tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
 ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
-    """A root of a backward and its gradient, whose product is multiplied by ``factor``: in the gradient for an edge, which has no value."""
+    """A root of a backward and its gradient, changed so that their product is ``factor`` times as large.
+
+    The root is multiplied if it is a tensor. An edge has no value, so its gradient is multiplied.
+    """
     if isinstance(tensor, torch.Tensor):
         return tensor * factor, grad
     if grad is None:
@@ -80,7 +83,7 @@ def _times(
 
 
 class Batches:
-    """What ``iter(loader)`` returns: an iterator with the length of torch's and, once it has given a batch, its attributes.
+    """What ``iter(loader)`` returns: an iterator with the length of torch's iterator and, once ``batches`` is set, its attributes.
 
     Subclasses add to ``__next__``.
 
@@ -113,7 +116,7 @@ class Criterion(NamedTuple):
 
     Attributes:
         loss: the mean.
-        target: the class of each.
+        target: the class of each item.
         weight: the weights of the classes.
         ignore_index: the class of ignored targets.
     """
@@ -125,7 +128,7 @@ class Criterion(NamedTuple):
 
     @torch.no_grad()
     def divisor(self) -> torch.Tensor:
-        """The number by which the sum of the losses is divided."""
+        """The number by which the sum of the losses is divided to get the mean."""
         counted = self.target != self.ignore_index
         if self.weight is None:
             return counted.sum()
@@ -177,7 +180,7 @@ class Clip(NamedTuple):
             self.run()
 
     def norm(self) -> torch.Tensor | None:
-        """The result of the call without clipping."""
+        """The norm that ``clip_grad_norm_`` returns, without clipping; ``None`` for the other functions."""
         if self.name != "clip_grad_norm_":
             return None
 

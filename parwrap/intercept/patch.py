@@ -74,12 +74,12 @@ def is_patched(function: Any) -> bool:
 def installed(patches: Iterable[Patch | AbstractContextManager], module: str | None = None) -> Iterator[None]:
     """Install ``patches`` in order and remove them in reverse, also when the block raises.
 
-    Functions of modules are also patched under the names with which other modules imported them. A context manager among the patches is
-    entered in order: it intercepts a call for which torch has a hook.
+    Functions of modules are also patched under the names with which the user's modules, and the package of ``module``, imported them. A
+    context manager among the patches is entered in order: it intercepts a call for which torch has a hook.
 
     Args:
         patches: the patches to install.
-        module: the name of the running function's module.
+        module: the name of the running function's module, whose package is searched for such names even if it is an installed one.
 
     >>> import math
     >>> before = math.sqrt
@@ -117,8 +117,8 @@ def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch | Ab
 
     Args:
         name: the name of the module.
-        patches: a function that returns the patches of the module. If several blocks wait for one module, they are installed in the order
-            of their blocks.
+        patches: a function that returns the patches of the module. If several blocks wait for one module, its patches are installed in the
+            order of these blocks.
 
     >>> _ = sys.modules.pop("colorsys", None)
     >>> def patched(module):

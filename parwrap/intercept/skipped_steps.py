@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["closures", "hooked", "is_image", "is_left_out", "leaving_out", "skipping"]
 
 MARK = "_parwrap_image"
-"""The attribute of an image: whether its step is left out because gradients are not finite."""
+"""The name of an attribute that only images have. Its value is whether the step is left out because gradients are not finite."""
 
 
 def skipping(interceptor: Interceptor) -> list[Any]:
@@ -69,7 +69,7 @@ def _without(skips: Callable[[Optimizer], bool], left_out: bool) -> list[Any]:
 
 
 def closures(interceptor: Interceptor) -> list[Any]:
-    """The hooks that exchange the closure of a step."""
+    """The hooks that replace the closure of a step by the one that ``interceptor.closure`` returns."""
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         closure = _closure(args, kwargs)

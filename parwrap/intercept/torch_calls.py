@@ -171,7 +171,7 @@ def _retain_grad(interceptor: Interceptor) -> Patches:
 
 
 def _enter_autocast(interceptor: Interceptor) -> Patches:
-    """Patch ``torch.autocast``, which ``torch.cuda.amp.autocast`` derives from and functions under ``@torch.autocast(...)`` enter too."""
+    """Patch ``torch.autocast``. ``torch.cuda.amp.autocast`` is a subclass, and functions under ``@torch.autocast(...)`` enter it too."""
     between = os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__
 
     def enter(wrapped: Callable, instance: torch.autocast, args: tuple, kwargs: dict) -> Any:
@@ -355,7 +355,7 @@ def _stepped(interceptor: Interceptor) -> Patches:
 
 
 def _left_out(interceptor: Interceptor) -> Patches:
-    """Tell of the steps that parwrap's loss scale leaves out, and of those that a ``GradScaler`` is asked for but does not call."""
+    """Report steps that parwrap's loss scale leaves out, and steps that the script asks of a ``GradScaler`` and that it does not run."""
     called = False
 
     def stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -550,7 +550,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
 
 
 def intercepting(interceptors: Iterable[Interceptor], module: str | None = None) -> AbstractContextManager[None]:
-    """Install ``interceptors`` inside the block, each around those before it, for a function of ``module``.
+    """Install ``interceptors`` inside the block, each around those before it. ``module`` is as in :func:`installed`.
 
     >>> class Counts(Interceptor):
     ...     backwards = 0

@@ -12,12 +12,12 @@ from parwrap.intercept.patch import Patch, installed
 __all__ = ["parwraps_warnings"]
 
 MARK = "parwrap:"
-"""What each of them begins with."""
+"""What each warning of parwrap begins with."""
 
 
 @contextmanager
 def parwraps_warnings() -> Iterator[list[str]]:
-    """Yields a list that gets the text of each warning, without its mark, also of those that a filter hides."""
+    """Yields a list that gets the text of each warning of parwrap, without ``MARK``, also of those that a filter hides."""
     given: list[str] = []
 
     def warn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:

@@ -1,8 +1,8 @@
 """Gradient accumulation: an optimizer takes one step for every few calls of its ``step()``, on the mean of their gradients.
 
 The calls for one step are the *window* of an optimizer. Inside a window, a backward adds up gradients on this rank, and a step only keeps
-them. The backward that closes the window gets all of them back and is averaged over the ranks, so gradients travel once a window. Its
-line is that of the last backward before the optimizer's earlier steps in the window.
+them. The backward that closes the window gets all of them back and is averaged over the ranks, so gradients travel once a window. It is
+known by its line: the one where the last backward before the optimizer's previous step was called.
 
 Rare cases are apart: a window that no such backward closes, a window that its epoch has cut short, and a script's own scaler.
 """
@@ -39,8 +39,8 @@ class _Window:
 
     Attributes:
         steps: the number of its skipped steps.
-        site: where the last backward before these steps was called, and the code objects that keep this key valid.
-        sums: the sums of the gradients of these steps, by the id of the parameter.
+        site: where the backward before the last of these steps was called, and the code objects that keep this key valid.
+        sums: for the id of each parameter, the parameter and the sum of its gradients in these steps.
         clips: the clipping calls before the last skipped step.
         scaler: the script's own scaler that steps the optimizer.
         closing: whether ``.grad`` has the gradients of the whole window.
@@ -63,12 +63,12 @@ class _Window:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer."""
+        """The optimizer. It is alive while this window has skipped steps, or while the script holds it."""
         return cast(Optimizer, self._optimizer())
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the gradients of a skipped step."""
+        """Add the gradients of a skipped step to ``sums``."""
         self.steps += 1
         self._kept_alive = self.optimizer
         for p in parameters_of(self.optimizer):
@@ -255,7 +255,7 @@ class Accumulation(Interceptor):
             raise failure
 
     def _apply(self) -> None:
-        """Take a step on the mean of each open window."""
+        """Take a step on the mean gradient of each open window, and begin another window for each optimizer."""
         windows = [window for window in self._windows.values() if window.steps and not window.closing and window.sums]
         if windows:
             for window in windows:

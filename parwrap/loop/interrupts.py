@@ -41,7 +41,10 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block, hold the first SIGINT or SIGTERM until :meth:`release`, for at most 2 s. Ignored and default signals stay."""
+        """Inside the block, hold the first SIGINT or SIGTERM until :meth:`release`, for at most 2 s and no longer than the block.
+
+        A signal that is ignored or has its default action is not held.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

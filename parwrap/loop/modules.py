@@ -52,7 +52,7 @@ class Modules(Interceptor):
             self.count += 1
 
     def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
-        """The parameters that require grad, by their number, except lazy ones and those that ``leaves_out``."""
+        """The parameters of :meth:`numbered` that require grad, except lazy ones and those for which ``leaves_out`` returns true."""
         return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
 
     def frozen(self) -> list[int]:
@@ -73,5 +73,5 @@ class Modules(Interceptor):
         return f"{name} (shape {tuple(parameter.shape)})"
 
     def close(self) -> None:
-        """Note no more modules."""
+        """Remove the hook that notes new parameters."""
         self._hook.remove()

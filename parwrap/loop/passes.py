@@ -166,7 +166,7 @@ class Passes:
     def in_loop(self) -> bool:
         """Whether the thread of the loop runs this code: the one that ran the last backward, or any if that one has ended.
 
-        Only that thread switches streams, because torch has one for the whole process.
+        Only that thread switches random streams, because torch has one stream for the whole process.
         """
         current = threading.current_thread()
         return current is self._thread or not self._thread.is_alive()

@@ -23,13 +23,13 @@ Libraries = frozenset[str]
 
 NONE: Libraries = frozenset()
 TRAINING: Libraries = frozenset({"torch", "numpy"})
-"""Own streams in a training pass, for a rank's noise. Scripts draw decisions from Python's ``random``, which stays shared."""
+"""Libraries that draw from own streams in a training pass, for a rank's noise. Python's ``random`` stays shared, for decisions."""
 ALL: Libraries = frozenset({"torch", "numpy", "python"})
-"""Own streams while samples of a training pass are read: a rank's augmentation may draw from any library."""
+"""Libraries that draw from own streams while samples of a training pass are read: augmentation may draw from any library."""
 
 
 ANOTHER_SCOPE = 1_000_003
-"""Spreads the seeds of own streams in later scopes."""
+"""The factor of the shared stream's checksum in the seed of own streams that begin in a later scope."""
 
 _begun_at: dict[int, int] = {}
 """For each seed, a checksum of torch's shared stream where own streams first began from that seed, in any scope of this process."""
@@ -140,14 +140,14 @@ class RandomStreams(Interceptor):
 
     @property
     def own(self) -> Libraries:
-        """The libraries that draw on this rank's own streams now."""
+        """The libraries that draw from this rank's own streams now."""
         return self._own
 
     def use(self, own: Libraries) -> Libraries:
-        """Let the libraries ``own`` draw on this rank's own streams from now on, and the others on the shared ones.
+        """From now on, the libraries in ``own`` draw from this rank's own streams, and all others from the shared streams.
 
         Returns:
-            The libraries that drew on this rank's own streams before.
+            The libraries that drew from this rank's own streams before.
         """
         before = self._own
         if own is not before:
@@ -164,7 +164,7 @@ class RandomStreams(Interceptor):
 
     @contextmanager
     def used(self, own: Libraries) -> Iterator[None]:
-        """:meth:`use` inside the block."""
+        """Inside the block, the libraries in ``own`` draw from this rank's own streams; after it, the same as before."""
         before = self.use(own)
         try:
             yield
@@ -173,7 +173,7 @@ class RandomStreams(Interceptor):
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Restore both sets after the block, which only this rank runs: what it draws and seeds there moves no stream of all ranks."""
+        """Restore both sets after the block. Only this rank runs the block, so its draws and seeds must not change the shared streams."""
         own, kept, seeds = self._own, dict(self._kept), (self._shared_seed, self._before_seed, self._fresh)
         states, numpys = get_states(), kept["numpy"].state if kept else None
         try:
@@ -192,12 +192,15 @@ class RandomStreams(Interceptor):
         self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
 
     def restored(self) -> None:
-        """The script has set torch's state, as ``fork_rng`` does at its end. Undo a seed of this pass on the shared stream too."""
+        """Called when the script has set torch's state, as ``fork_rng`` does when it ends.
+
+        If the script seeded torch in this pass, the shared stream also returns to its state before that seed.
+        """
         if self._before_seed is not None and "torch" in self._own:
             self._kept["torch"], self._before_seed = self._before_seed, None
 
     def seeded(self, library: str) -> None:
-        """Note that the script has just seeded ``library``: the seed holds for both sets, whichever the library draws on now."""
+        """Called when the script has just seeded ``library``: seed the set too from which the library does not draw now."""
         if library == "torch":
             _begun_at.pop(torch.initial_seed(), None)
         if not self._kept:
@@ -228,7 +231,7 @@ class RandomStreams(Interceptor):
             self._kept[library] = own
 
     def close(self) -> None:
-        """Leave the process with the shared streams."""
+        """Let all libraries draw from the shared streams again, and drop this rank's own streams."""
         self.use(NONE)
         self._kept = {}
 

@@ -96,7 +96,7 @@ class Change(NamedTuple):
         name: the name of the function: ``"mkdir"``, ``"truncate"``, ``"rmdir"``, ``"remove"``, ``"unlink"``, ``"rmtree"``, ``"rename"``,
             ``"replace"``, ``"link"``, ``"symlink"`` or ``"copyfile"``.
         run: a function that runs the call.
-        gone: a path that does not exist afterwards and the descriptor that it is relative to, or ``None``.
+        gone: a path that does not exist afterwards, and the descriptor of the folder that it is relative to (``None`` for no descriptor).
         made: in the same form, a path that exists, or is a different file, afterwards.
         source: in the same form, the path whose content ``made`` has afterwards.
         target: the target of a symbolic link.
@@ -113,7 +113,7 @@ class Change(NamedTuple):
 
 
 class FileCalls(Protocol):
-    """What happens to the calls. ``writer.py`` implements it for rank 0, ``replica.py`` for the other ranks."""
+    """Handles the calls, each kind by one method. ``writer.py`` implements it for rank 0, ``replica.py`` for the other ranks."""
 
     def open(self, call: Opening) -> Any: ...
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...
@@ -205,7 +205,10 @@ def _change_patches(files: FileCalls) -> list[Patch]:
 
 
 def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
-    """Patches that send functions of ``os``, whose first argument is a path, to ``method``: those in ``names`` that this system has."""
+    """Patches that send calls of the functions ``names`` of ``os`` to ``method``. Their first argument is a path.
+
+    Functions that this system does not have are left out.
+    """
 
     def patch(name: str) -> Patch:
         def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

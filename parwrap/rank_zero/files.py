@@ -47,7 +47,7 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
 
     Args:
         group: the process group, with a folder that the ranks of the node share.
-        module: the name of the running function's module.
+        module: the name of the running function's module, as in :func:`installed`.
         check_wait: called now and then while this rank waits for rank 0, with the time when the wait began and what it is for.
 
     Yields:
@@ -86,7 +86,7 @@ def _opened(files: Files, module: str | None) -> Iterator[None]:
 def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in_scratch: bool) -> Files:
     """The object that handles this rank's file calls.
 
-    The first rank of each node writes the journal of its node. On a node without rank 0 its ``torch.save`` also writes the whole
+    The first rank of each node writes the journal of its node. If that is not rank 0, its ``torch.save`` also writes the whole
     checkpoint, to scratch; the other ranks of the node write a marker, and load that checkpoint.
     """
     rules = PathRules(world.rank, _began(folder))

@@ -53,7 +53,7 @@ class Sites:
         self._lock = threading.Lock()
 
     def next(self) -> str:
-        """The name of the call that the running code begins."""
+        """Count a call at the line that is running, and return its name: ``file:line #number``."""
         frame = sys._getframe(1)
         while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
             frame = frame.f_back
@@ -64,7 +64,7 @@ class Sites:
 
 
 class Journal:
-    """Appends to the journal.
+    """Writes the journal of a node. Only the first rank of the node has one.
 
     Args:
         folder: the folder that the ranks of the node share.
@@ -82,7 +82,7 @@ class Journal:
         self._add("makes", folder)
 
     def replaces(self, path: str, before: str) -> None:
-        """Record that ``path``, which other ranks see, is about to change. They can still read it at ``before``, empty for a folder."""
+        """Record that ``path``, which other ranks see, is about to change. They read its old content at ``before``, empty for a folder."""
         self._add("replaces", path, before)
 
     def moves(self, folder: str, to: str) -> None:
@@ -148,9 +148,9 @@ class JournalReader:
     """Reads the journal.
 
     Attributes:
-        saves: where to read each save.
+        saves: where to read each saved file, by the name of its save.
         barriers: when the first rank passed each barrier.
-        alone: the beginning and end of each call that the first rank ran alone.
+        alone: when each call that the first rank ran alone began and ended, by the name of the call.
         ended: whether the first rank writes no more.
     """
 
@@ -171,7 +171,7 @@ class JournalReader:
         return self._since_barrier[self._own_barriers]
 
     def update(self) -> JournalReader:
-        """Read the lines that are new."""
+        """Read the lines that are new, and return this reader."""
         with self._lock:
             new = os.fstat(self._file).st_size - self._read
             if new > 0:
@@ -225,6 +225,9 @@ class Progress:
         folder: the folder that the ranks of the node share.
         local_rank: this rank on its node.
         local_size: the number of ranks on the node.
+
+    Attributes:
+        done: the number of changes that this rank has made.
     """
 
     ENDED = 2**62

@@ -13,7 +13,7 @@ PART = ".parwrap-part-"
 
 
 def is_link(place: str) -> bool:
-    """Whether ``place`` is a link of the script. A descriptor of rank 0 looks like one too."""
+    """Whether ``place`` is a symbolic link, and not the path of a descriptor of rank 0, which only looks like one."""
     return not place.startswith("/proc/") and os.path.islink(place)
 
 

@@ -37,7 +37,7 @@ class Output:
         return self._errors or sys.stderr
 
     def instead_of(self, file: TextIO | None) -> TextIO | None:
-        """The stream for a forced print to ``file``, if that is silent."""
+        """The stream for a forced print to ``file``; ``None`` if ``file`` itself is not silent."""
         if self.stdout is None or file not in (None, sys.stdout, sys.stderr):
             return None
         return self.errors if file is sys.stderr else self.stdout

@@ -1,6 +1,6 @@
 """Which paths only rank 0 may write, and the unique name of each.
 
-Exempt are temporary files, devices, shared caches, and what is written by a child process or by code that only one rank runs.
+These are exempt: temporary files, devices, shared caches, and what a child process or code that only one rank runs writes.
 ``writer.py`` and ``scratch.py`` handle the other paths.
 """
 
@@ -111,7 +111,7 @@ class PathRules:
         return os.getpid() == self._process
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The unique name of ``path`` if a call is about to change it and only rank 0 may write it; otherwise ``None``.
+        """Called before a call changes ``path``. Returns its unique name if only rank 0 may write it; otherwise ``None``.
 
         A path that every rank writes, or that ``tempfile`` makes, is exempt from now on.
         """

@@ -231,7 +231,7 @@ class ReplicaFiles:
             return None
 
     def _mark(self, file: Any, save: str) -> None:
-        """Write a marker to a path or an open file."""
+        """Write the marker of ``save``, a name from :class:`Sites`, to a path or an open file."""
         with open(file, "wb") if isinstance(file, str) else nullcontext(file) as marker:
             marker.write(MARK + save.encode() + b"\n")
 

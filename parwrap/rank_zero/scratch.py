@@ -44,8 +44,8 @@ class Entry:
     """A path that this rank has changed.
 
     Attributes:
-        kind: what it is now.
-        place: where the content is; ``None`` if the path is gone. A folder has a folder in scratch.
+        kind: what it is now: ``FILE``, ``FOLDER``, ``LINK`` or ``GONE``.
+        place: where the content is; ``None`` if the path is gone. For a folder: a folder in scratch, read if the disk has none to show.
         opaque: whether this folder hides a folder at the same path on the disk, for example because this folder was moved there.
         origin: the path on the disk from which the folder was moved, with all that is in it.
         left_alone: how many calls this rank had skipped before the change, because rank 0 runs them alone.
@@ -64,7 +64,7 @@ class Entry:
 
 
 class Overlay:
-    """The files of one rank. Paths are keys of ``rules``. A small file in scratch, a *marker*, stands for each save of rank 0.
+    """The files of one rank. Paths are named by ``PathRules.key``. A small file in scratch, a *marker*, stands for each save of rank 0.
 
     Args:
         rules: which paths are exempt.
@@ -107,7 +107,7 @@ class Overlay:
         return found or (entry.place if entry else None)
 
     def existing(self, key: str, path: Any) -> str:
-        """As :meth:`find`, for a ``path`` that must exist."""
+        """As :meth:`find`, but raise ``FileNotFoundError`` with ``path``, the script's name for it, if it does not exist."""
         found = self.find(key)
         if found is None:
             raise missing(path)
@@ -156,7 +156,7 @@ class Overlay:
         return sorted(found)
 
     def record(self, key: str, entry: Entry, target: str | None = None) -> None:
-        """Record a change of the path."""
+        """Record that the path is now what ``entry`` says; ``target`` is the target of a link."""
         if key in self._entries:
             self._forget(key, keeps=entry.place)
         entry.left_alone = len(self._left_alone)
@@ -302,7 +302,7 @@ class Overlay:
         return real
 
     def _time_of_barrier(self, number: int) -> float:
-        """When rank 0 passed the barrier: what it has changed since is hidden."""
+        """When rank 0 passed barrier ``number``: what it has changed since is hidden."""
         since = time.monotonic()
         while self._with_rank_zero and len(self._journal.update().barriers) < number and not self._journal.ended:
             if time.monotonic() > since + self._timeout:

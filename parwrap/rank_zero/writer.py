@@ -68,7 +68,7 @@ class KeptReadable:
         return False
 
     def save(self, save: str, path: str) -> None:
-        """Keep the checkpoint at ``path``, saved as ``save``."""
+        """Keep the checkpoint at ``path`` readable, and tell the other ranks where; ``save`` is its name from :class:`Sites`."""
         self._release()
         self._journal.saved(save, self._keep(save, path) or path)
         self._checkpoints.add(_identity(path))
@@ -207,7 +207,7 @@ class WriterFiles:
             self._shown_until, self._has_changed = time.time(), False
 
     def left_alone(self) -> None:
-        """Do nothing while another rank runs something alone."""
+        """Does nothing: rank 0 itself runs what the other ranks skip."""
 
     def open(self, call: Opening) -> Any:
         if not call.writes or call.opener is not None:
@@ -297,7 +297,7 @@ class WriterFiles:
         pass
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: a file given by its path appears as a whole or not at all. The other ranks can load it, or an open file."""
+        """``torch.save``: a file given by its path appears as a whole or not at all. The other ranks can load what is saved."""
         path = saved_path(file)
         if path is None or not self._rules.looks():
             return write(file)
@@ -328,7 +328,7 @@ class WriterFiles:
             path: the path, as the script gives it.
             dir_fd: the directory that a relative path starts from, as in ``os.open``.
             in_place: the file is changed and not replaced, so up to a size of ``MOST_COPIED`` a copy of it is kept.
-            counts: whether the change counts as a step of the writer's progress.
+            counts: whether to count the change in this rank's progress now; otherwise the caller does, if it counts.
 
         Returns:
             The key of the path, or ``None`` if the rules of rank 0's files do not apply to it.

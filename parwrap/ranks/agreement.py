@@ -65,7 +65,7 @@ def agree(
 
 
 def agree_on(group: Group, kind: str, value: object, error: Callable[[list[Any]], Exception | None]) -> list[Any] | None:
-    """:func:`agree` on a ``value`` that pickles, and whose ``repr`` is equal on ranks that agree."""
+    """As :func:`agree`, with a ``value`` that pickles, and whose ``repr`` is equal on ranks that agree."""
     return agree(group, kind, _number(repr(value)), lambda: value, error)
 
 

@@ -23,7 +23,7 @@ BACKEND = "PARWRAP_BACKEND"
 
 
 def of_sharing(ranks: int, gpus: int, option: str) -> str:
-    """What to say when ``ranks`` share ``gpus``, and the user has not given the ``option``."""
+    """The message for ``ranks`` that share ``gpus`` although the user has not given the ``option`` for that."""
     return (
         f"{ranks} ranks share {counted(gpus, 'GPU')} over gloo, because nccl needs a GPU for each. This shows what {ranks} ranks "
         f"train, but is no faster than {counted(gpus, 'rank')}. Add {option} to hide this message."

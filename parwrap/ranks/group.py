@@ -92,14 +92,17 @@ _current: Group | None = None
 _outside: World | None = None
 """The world of a process that does not run the training loop; see :func:`within`."""
 _alone: list[tuple[int, bool]] = []
-"""The threads that run something on one rank at a time, each with whether in turn; see :func:`alone`."""
+"""The threads that run something without the other ranks, each with the ``in_turn`` of :func:`alone`."""
 _reading_stream: list[int] = []
 """The threads that read a stream; see :func:`reading_stream`."""
 
 
 @contextmanager
 def opened(world: World, backend: str | None = None, timeout: timedelta | None = None) -> Iterator[Group | None]:
-    """Start the process group of ``world`` inside the block; for a single rank, yield ``None`` without a group."""
+    """Start the process group of ``world`` inside the block; for a single rank, yield ``None`` without a group.
+
+    Without ``backend``, the device decides; without ``timeout``, torch's default counts.
+    """
     global _current
     if world.size == 1:
         yield None

@@ -75,7 +75,16 @@ class Launcher(NamedTuple):
 
 
 class NodeLauncher(NamedTuple):
-    """The variables of a launcher that starts one process on each node, which starts the ranks of its node."""
+    """The names of the variables of a launcher that starts one process per node; that process starts the ranks.
+
+    Attributes:
+        name: the launcher, for messages.
+        nodes: the number of nodes, or ``MIN:MAX``.
+        rank: the number of this node, from 0.
+        address: the address of the first node.
+        port: its port, where the nodes meet.
+        per_node: the number of ranks to start on each node.
+    """
 
     name: str
     nodes: str
@@ -105,7 +114,7 @@ def _first_of_step(environ: Environ) -> str | None:
 
 
 def _first_of_lsf(environ: Environ) -> str | None:
-    """The first compute node; a node before it may run the batch script."""
+    """The second node that LSF names, because the first may run only the batch script; the first if there is no other."""
     hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or list(dict.fromkeys(environ.get("LSB_HOSTS", "").split()))
     return next(iter(hosts[1:] or hosts), None)
 
@@ -264,7 +273,7 @@ class Node(NamedTuple):
         variables: the variables that identify the node, for messages.
         nodes: the number of nodes, or ``MIN:MAX``.
         rank: this node, from 0.
-        address: the address of the first node.
+        address: the address of the first node; ``None``, like ``port`` and ``per_node``, if the launcher does not set it.
         port: its port.
         per_node: the number of ranks to start here.
     """

@@ -174,7 +174,7 @@ else:
     import fcntl
 
     def lock(descriptor: int, shared: bool = False, wait: bool = True) -> None:
-        """Lock an open file until all processes that have it open have closed it.
+        """Lock an open file until all processes that have it open have closed it. Shared locks exclude only exclusive ones.
 
         Raises:
             OSError: another process has locked it, and this one does not ``wait``.

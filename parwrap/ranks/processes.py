@@ -24,7 +24,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """End this process when its parent ends, however that ends: by the kernel on Linux, elsewhere by a thread that looks.
 
     Args:
-        parent: the parent process, which may have ended by now.
+        parent: the number of the parent process; if it has ended by now, this process ends at once.
     """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1

@@ -148,6 +148,7 @@ class _Claim(NamedTuple):
     names: tuple[str, ...]
     """The variables that hold rank, size and local rank, for messages."""
     missing: tuple[str, ...]
+    """Those of ``names`` that are not set."""
     of_only_node: bool
     """Whether a world size of 1 may count nodes rather than ranks."""
 

@@ -1,7 +1,7 @@
 """Keeps the buffers of modules as DDP does: rank 0's are everybody's (contract, small print on backwards).
 
-Modules that the script puts in eval mode, and those that it leaves there, get rank 0's buffers when a pass that does not train begins
-after a step: an average of models may take its statistics from a model that trains. Buffers that training
+Modules that the script has put in eval mode get rank 0's buffers when a pass that does not train begins after a step, also those that
+were in eval mode from the beginning: an average of models may copy its statistics from a model that trains. Buffers that training
 changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, not before: a
 backward may need the values that its forward has saved.
 """
@@ -74,7 +74,7 @@ class Buffers:
         self._hook = register_module_buffer_registration_hook(self._note)
 
     def _note(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-        """Note a buffer as it is now, before a forward has changed it."""
+        """Note the present tensor and version of a buffer, to find later what a forward has changed. Also torch's hook for new buffers."""
         if not is_on_one_rank() and buffer is not None and (is_lazy(buffer) or not buffer.is_inference()):
             self._modules.setdefault(module, {})[name] = (id(buffer), -1) if is_lazy(buffer) else _state(buffer)
 
@@ -88,7 +88,7 @@ class Buffers:
     def watch(self) -> None:
         """Begin to find out which buffers training changes; called for each new set of parameters.
 
-        Until the next set, modules whose buffers are sent are kept alive: the garbage collector may find them earlier on one rank.
+        Until the next set, modules whose buffers are compared or sent are kept alive: garbage collection may free them earlier on one rank.
         """
         self._backwards_left = STEPS
         self._forget_dead()
@@ -97,7 +97,7 @@ class Buffers:
         self._kept = [buffer.module() for buffer in (*self._moving, *self._before)]
 
     def _forget_dead(self) -> None:
-        """Send no more buffers of modules that the script has dropped on any rank."""
+        """Stop sending the buffers of modules that the script has dropped on at least one rank."""
         self._kept.clear()
         if self._moving:
             alive = torch.tensor([buffer.tensor() is not None for buffer in self._moving], dtype=torch.int64)
@@ -106,7 +106,7 @@ class Buffers:
             self._moving = [buffer for buffer, used in zip(self._moving, alive.tolist(), strict=True) if used]
 
     def after_backward(self) -> None:
-        """Send the buffers that training changes."""
+        """Send the buffers that training changes. The first ``STEPS`` backwards after :meth:`watch` find out which these are."""
         if self._backwards_left:
             if self._backwards_left == STEPS:
                 self._send_changed()
@@ -123,7 +123,10 @@ class Buffers:
             self._send(self._moving, "sending the buffers that training changes")
 
     def _send_changed(self) -> None:
-        """Send the buffers that have changed since they were noted: the first forward may have done it. Ranks that differ keep theirs."""
+        """Send the buffers that have changed since they were noted, as in the first forward.
+
+        Nothing is sent if other buffers have changed on another rank.
+        """
         changed = []
         for buffer in self._before:
             module, tensor = buffer.module(), buffer.tensor()
@@ -135,7 +138,10 @@ class Buffers:
             self._send(changed, kind)
 
     def begins_whole(self) -> None:
-        """Send the buffers of the modules that are or were put in eval mode; called when a pass that does not train begins after a step."""
+        """Send the buffers of the modules that are in eval mode, or were put in eval mode since the last call.
+
+        Called when a pass that does not train begins after a step.
+        """
         if not self._has_evaluated:
             return
         modules = {number: module for number, each in self._evaluated.items() if (module := each()) is not None}
@@ -160,7 +166,7 @@ class Buffers:
                     _write(tensor.data, sent.view(tensor.shape))
 
     def close(self) -> None:
-        """Remove the hook that notes new modules."""
+        """Remove the hook that notes new buffers."""
         self._hook.remove()
         self._kept.clear()
 
@@ -189,7 +195,10 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
 
 
 def _differ(kind: str, all_ranks: list[dict[int, Any]]) -> Exception | None:
-    """The error if the buffers of a module, by its number, differ between ranks."""
+    """The error if a module has other buffers on another rank, by name, dtype or shape; ``None`` if all are alike.
+
+    ``all_ranks`` has a dict for each rank, from the number of each module to the :func:`_shapes` of its buffers.
+    """
     for number in set(all_ranks[0]).intersection(*all_ranks):
         shapes = [each[number] for each in all_ranks]
         if any(each != shapes[0] for each in shapes):

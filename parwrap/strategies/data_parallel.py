@@ -39,9 +39,9 @@ class DataParallel(Interceptor):
 
     Args:
         devices: the devices of the replicas; the model is on the first. With a single device, calls run unchanged.
-        gather: whether outputs are gathered on the first device.
+        gather: whether outputs are gathered on the first device; otherwise they stay on their devices, as :class:`Pieces`.
         loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; ``None`` if it returns no number.
-        named: whether the user named the devices.
+        named: whether the user named the devices; then a call on several ranks is an error.
     """
 
     def __init__(self, devices: Sequence[torch.device], gather: bool, loss: str | None, named: bool) -> None:
@@ -139,7 +139,7 @@ def _is_internal(module: nn.Module) -> bool:
 
 
 def _why_whole(module: nn.Module, given: Sequence[Any], rows: int) -> str | None:
-    """Why a call of ``module`` with these arguments cannot be cut into parts of ``rows`` samples; ``None`` if it can."""
+    """Why a call of ``module`` with these arguments, a batch of ``rows`` samples, cannot be divided; ``None`` if it can."""
     if _is_compiled(module):
         return "the model, or a part of it, is compiled"
     for leaf in _leaves(given):

@@ -117,7 +117,7 @@ class DDP(OneModel):
         self.buffers.after_backward()
 
     def _in_running_backward(self) -> bool:
-        """Whether this thread runs a part of the running backward, as autograd's own threads do for what is on GPUs."""
+        """Whether this thread runs a part of the running backward, as autograd's own threads do for operations on GPUs."""
         return self._thread is not None and (self._thread is threading.current_thread() or in_backward())
 
     def _two_threads(self) -> UsageError:
@@ -142,7 +142,10 @@ class DDP(OneModel):
             average_now(parameters, bits)
 
     def begins_pass(self, trains: bool) -> None:
-        """Compare the weights before some training passes, and before other passes that follow a step; these also get rank 0's buffers."""
+        """Compare the weights before some training passes, and before other passes that follow a step.
+
+        Before the latter, send rank 0's buffers too.
+        """
         if trains:
             self._weights.begins_pass()
         elif self._synced_steps != self.loop.optimizers.steps and not is_alone():

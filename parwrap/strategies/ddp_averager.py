@@ -1,8 +1,8 @@
 """Averages the gradients of one set of parameters while a backward runs, with torch's ``DistributedDataParallel``.
 
-DDP wraps a holder of the parameters instead of the user's model. DDP's forward would only arm its reducer, so this file arms the reducer
-just before a backward; DDP's hooks in C++ then average buckets during the backward as usual. ``ddp_sites.py`` decides which parameters
-belong to which backward.
+DDP wraps a holder of the parameters instead of the user's model. DDP's forward would only arm its reducer: make it expect a gradient of
+each parameter. So this file arms the reducer just before a backward; DDP's hooks in C++ then average buckets during the backward as usual.
+``ddp_sites.py`` decides which parameters belong to which backward.
 
 One more parameter, the *signal*, is averaged with them. Its gradient holds the numbers that ranks tell each other, so these travel in
 the buckets and need no message. Autograd computes it last, so only its own bucket waits for it, and the numbers can describe this backward.
@@ -42,7 +42,7 @@ Hook = Callable[[Any, dist.GradBucket], Future]
 """A communication hook of DDP: starts to send a bucket, and returns a future of its average over the ranks."""
 
 FIRST_BUCKET, BUCKET_MB = 1024 * 1024, 25
-"""DDP sends its first bucket when it has so many bytes, and any other when it has so many megabytes, unless ``bucket_cap_mb`` is set."""
+"""DDP sends its first bucket at ``FIRST_BUCKET`` bytes, and any other at ``BUCKET_MB`` megabytes, unless ``bucket_cap_mb`` is set."""
 
 TORCHS_BACKWARD = torch.autograd.backward
 """Torch's own function, which bypasses the patches of the script's calls."""
@@ -59,14 +59,15 @@ class GradientAverager:
         at_end: called when a backward has reached its end, before it waits for the averages.
         others: the ids of parameters of the set whose gradients something else averages, each with a function that returns whether the
             backward has reached it.
-        sender: returns the hook that compresses and sends a bucket, for the signal: the parameter whose gradient carries this rank's
-            numbers. With ``None``, buckets are sent uncompressed.
+        sender: called with the signal, the parameter whose gradient carries this rank's numbers; returns the hook that compresses and
+            sends buckets. With ``None``, buckets are sent uncompressed.
         options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
 
     Raises:
         UsageError: some parameters are on the CPU and others on a GPU.
 
     Attributes:
+        ids: the ids of ``parameters``.
         broken: the error that a backward has raised, or ``None``.
         has_local: whether ``.grad`` holds gradients of ``with parwrap.no_sync()`` that no backward has averaged yet.
         grows: whether the current backward has reached a parameter outside of every set.
@@ -131,7 +132,7 @@ class GradientAverager:
             )
 
     def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Run ``call`` while its gradients are averaged, and send ``numbers`` and ``loss`` with them."""
+        """Run ``call`` while its gradients are averaged. Send ``numbers``, indexed by :class:`Entry`, with them, and ``loss`` in them."""
         self._prepare(numbers, loss)
         self._arm()
         call.run_with(self._root, self._signal)
@@ -192,7 +193,10 @@ class GradientAverager:
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 
     def _report(self) -> torch.Tensor:
-        """Return the gradient of the signal, this rank's bits and numbers; called by autograd after all other gradients are computed."""
+        """Return the gradient of the signal: for each parameter a 1 if this rank has reached it, else a 0; then this rank's numbers.
+
+        Autograd calls this after it has computed all other gradients.
+        """
         self._at_end()
         reached = [*self._reached(), *(is_reached() for is_reached in self._others.values())]
         if all(reached) and not self.grows:
@@ -228,7 +232,10 @@ class GradientAverager:
         return True
 
     def _send_nothing_for_the_rest(self, call: Backward) -> None:
-        """Let the parameters that this rank's loss did not reach take part; their ``.grad`` stays ``None`` if no rank has a gradient."""
+        """Average the parameters that this rank's loss did not reach too: other ranks may have gradients of them.
+
+        ``.grad`` stays ``None`` if no rank has a gradient.
+        """
         there = {id(leaf) for leaf in reached(call.roots)}
         rest = [place for place, p in enumerate(self.parameters) if id(p) not in there]
         unused = [place for place in rest if self.parameters[place].grad is None]

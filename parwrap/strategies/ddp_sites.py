@@ -1,8 +1,8 @@
 """Which parameters a backward averages: one set for each *site*, a line that calls ``backward``.
 
-The set of a site is found at its first visit, by one walk over the graph. It has every trainable parameter of each optimizer at work that
-owns a parameter in the graph, and the other parameters in the graph: the ``nn.Parameter``s, and tensors that an optimizer has had. Those
-made inside a training pass belong to a batch and are left out. Later steps only look the site up.
+The set of a site is found at its first visit, by one walk over the graph. The set has every trainable parameter of each optimizer at work
+that owns a parameter in the graph. It also has the other ``nn.Parameter`` objects in the graph, and tensors there that an optimizer has
+had. Those made inside a training pass belong to a batch and are left out. Later steps only look the site up.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Site:
     Attributes:
         parameters: the set of parameters whose gradients this line averages.
         averager: averages these gradients; ``None`` if the set is empty.
-        generation: the optimizers' generation when the set was found.
-        frozen: the parameters of all optimizers that were frozen when the set was found.
+        generation: ``Optimizers.generation`` when the set was found.
+        frozen: those parameters of all optimizers that did not require grad when the set was found.
         then_average: whether gradients are averaged after the backward, because it runs other backwards inside it.
         place: the line.
         shown: the line as errors show it.
@@ -70,7 +70,8 @@ class Sites:
         new_set: called when a set is averaged for the first time.
 
     Attributes:
-        leaves_out: whether no set may have a parameter, because each rank has a part of it.
+        leaves_out: a function that returns whether a parameter belongs in no set, because each rank holds only a part of it.
+        arrived: parameters outside of every set that have got a gradient, until :meth:`grow` adds them to a set.
     """
 
     def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
@@ -122,7 +123,7 @@ class Sites:
         return reached(call.roots)
 
     def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
-        """If something else averages ``parameter``, return a function that says whether a backward has reached it; else ``None``."""
+        """If torch averages ``parameter``, as FSDP does, return a function that says whether a backward has reached it; else ``None``."""
 
     def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         """Return the set of parameters of ``call``, and the frozen parameters of all optimizers: once they train, they may be reached."""
@@ -202,7 +203,7 @@ class Sites:
                 self._bare[leaf] = checksums([leaf]), leaf.register_post_accumulate_grad_hook(arrived)
 
     def _watch(self) -> None:
-        """Add hooks that note a gradient of a parameter that no set has: a later epoch may add a loss."""
+        """Add hooks that note when a parameter outside of every set gets a gradient, such as from a loss that a later epoch adds."""
         self.unwatch()
         known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
         optimizers = self._loop.optimizers
@@ -230,9 +231,10 @@ class Sites:
         self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
-        """Grow the set of ``site``, after a backward that reached parameters outside of it on any rank, and average their gradients.
+        """Add parameters to the set of ``site`` that a backward has reached outside of it on any rank, and average their gradients.
 
-        All parameters of the optimizers that own these are added. Those that no optimizer owns have numbers that are the same on all ranks.
+        If an optimizer owns such a parameter, all its parameters are added. A parameter that no optimizer owns is found by its number in
+        ``Modules.trainable``, which is the same on all ranks.
         """
         assert site.averager is not None
         group, arrived = self._loop.group, {id(p) for p in self.arrived}
@@ -281,7 +283,15 @@ def _key(parameters: Iterable[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = (), at: str = "backward") -> list[int]:
-    """Overwrite ``parameters`` with rank 0's values if they differ between ranks. All ranks call it with parameters of the same shapes.
+    """Overwrite ``parameters`` with rank 0's values if they differ between ranks, and warn if they differ by more than rounding.
+
+    All ranks call it with parameters of the same shapes.
+
+    Args:
+        group: the process group.
+        parameters: the parameters.
+        facts: truth values of this rank, which are sent with the check.
+        at: the call that needs equal weights, for the warning: ``"backward"``, ``"forward"`` or ``"step"``.
 
     Returns:
         For each of ``facts``, whether it is true on any rank.

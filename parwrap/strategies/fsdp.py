@@ -96,7 +96,7 @@ class FSDP(DDP):
                 self.loop.same_step.positions.run()
 
     def _shard(self, module: nn.Module) -> None:
-        """Shard the parameters of ``module``, on all ranks together, if an optimizer has one that can be sharded and is not yet."""
+        """Shard the parameters of ``module``, on all ranks together, if an optimizer has one that can be sharded and is not sharded yet."""
         optimizers = self.loop.optimizers
         if self._seen.get(module) == optimizers.generation:
             return

@@ -56,7 +56,7 @@ class ShardedModel:
 
     Attributes:
         root: a function that returns the module while it is alive.
-        parameters: the script's parameters, each with torch's state of it.
+        parameters: the script's parameters, each with torch's ``FSDPParam``.
         reached: the ids of parameters that backwards have reached since this set was cleared.
         zeros: parameters without a gradient that got a gradient of zeros, because another parameter of their unit has a gradient.
     """
@@ -102,7 +102,10 @@ class ShardedModel:
                     self.parameters.append((p, param))
 
     def gather_once(self) -> None:
-        """Gather all units once. Call it outside of inference mode: torch keeps the tensors, and training needs normal ones."""
+        """Gather all units once, if the first forward is in inference mode.
+
+        Call it outside of that mode: torch keeps the tensors, and training needs normal ones.
+        """
         for state in self._states:
             for group in param_groups(state):
                 group.unshard()
@@ -118,7 +121,7 @@ class ShardedModel:
         return ((p, param.sharded_param) for p, param in self.parameters)
 
     def is_reached(self, number: int, param: Any) -> bool:
-        """Whether backwards have reached the parameter with the id ``number`` since ``reached`` was cleared."""
+        """Whether backwards have reached a parameter since ``reached`` was cleared: the one with the id ``number``, torch's ``param``."""
         leaf = unsharded_parameter(param)
         return number in self.reached or (leaf is not None and leaf.grad is not None)
 

@@ -82,7 +82,7 @@ class Sharded(nn.Parameter):
 
     @staticmethod
     def put_back(p: nn.Parameter, whole: Callable[[DTensor], T]) -> None:
-        """Make ``p`` a plain parameter again, on all ranks together."""
+        """Make ``p`` a plain parameter again, on all ranks together; ``whole`` gathers a tensor."""
         new = p.__dict__["sharded"]
         values, grad = whole(new.detach()).clone(), None if new.grad is None else whole(new.grad)
         with disable_torch_function():

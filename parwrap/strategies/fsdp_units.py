@@ -13,10 +13,10 @@ from parwrap.torch_private.modules import registered_modules
 __all__ = ["can_be_sharded", "units", "unsharded"]
 
 Wrap = int | type | str | tuple[type | str, ...] | None
-"""What becomes a unit: modules with at least this number of elements, modules of these classes, or with ``None`` repeated blocks."""
+"""What becomes a unit: modules with at least so many elements, modules of a class or its name, or with ``None`` repeated blocks."""
 
 BLOCK = 100_000
-"""The number of elements from which a block is worth gathering separately."""
+"""A block with at least this number of elements is worth gathering separately."""
 
 
 def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
@@ -58,7 +58,7 @@ def unsharded(root: nn.Module, inside: Collection[nn.Module], device: torch.devi
 
 
 def can_be_sharded(p: torch.Tensor, device: torch.device) -> bool:
-    """Whether ``p`` is a plain parameter with memory that can be divided."""
+    """Whether ``p`` is an unsharded ``nn.Parameter`` on the same kind of device as ``device``, contiguous, not a scalar and not empty."""
     return type(p) is nn.Parameter and p.device.type == device.type and p.dim() > 0 and p.numel() > 0 and p.is_contiguous()
 
 
@@ -85,7 +85,7 @@ def _is_a(module: nn.Module, kind: type | str) -> bool:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that ``module`` is a list of."""
+    """The repeated blocks of a list or sequence of modules: those whose class occurs several times in it. Small ones are left out."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     kinds = Counter(type(child) for child in module)

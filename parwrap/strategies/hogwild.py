@@ -137,7 +137,7 @@ class Hogwild(OneModel):
         self._meet("the end of training")
 
     def close(self) -> None:
-        """Give the script's parameters ordinary memory."""
+        """Move the script's parameters from shared memory into memory of this rank alone."""
         self._weights.close()
         self.buffers.close()
         if self._lock:
@@ -204,7 +204,7 @@ class _Place(NamedTuple):
 
 
 _memories = itertools.count()
-"""How many files for weights this process has mapped. All ranks count alike."""
+"""Numbers the files for weights that this process maps. The numbers are the same on all ranks."""
 
 
 class _SharedWeights:

@@ -45,11 +45,11 @@ class _Round:
 
     Attributes:
         steps: the number of steps.
-        weight: the sum of the weights of the batches of these steps.
-        version: the version of the optimizer whose parameters ranks have compared.
+        weight: the sum, over these steps, of the mean weight of each step's batches.
+        version: ``Optimizers.version`` of the optimizer when the ranks last compared its parameters.
         trained: the parameters that required gradients when the round began.
         before: the values of these parameters when the round began, equal on all ranks; only with an outer optimizer.
-        velocity: the outer optimizer's momentum.
+        velocity: the outer optimizer's momentum, for each parameter.
     """
 
     steps: int = 0
@@ -65,7 +65,10 @@ class _Round:
         self.before = {p: p.detach().to(_wide(p), copy=True) for p in self.trained} if outer else {}
 
     def outer_step(self, p: torch.Tensor, mean: torch.Tensor, lr: float, momentum: float) -> torch.Tensor:
-        """Return ``p`` after a step of SGD with Nesterov momentum, as in torch; the gradient is how far ranks moved ``p`` on average."""
+        """Return the value of ``p`` after a step of the outer optimizer: SGD with Nesterov momentum, as in torch.
+
+        ``mean`` is the mean of ``p`` over the ranks. The gradient is the value when the round began, minus ``mean``.
+        """
         if (before := self.before.get(p)) is None:  # it was frozen when the round began
             return mean
         gradient = before - mean
@@ -144,7 +147,7 @@ class LocalSGD(DDP):
             self._count(optimizer)
 
     def left_out(self, optimizer: Optimizer) -> None:
-        """Count the step all the same: other ranks may have taken theirs."""
+        """Count a step that this rank leaves out: other ranks may have taken theirs."""
         if not self._warming and self._counts(optimizer):
             self._begin(optimizer)
             self._count(optimizer)
@@ -162,7 +165,10 @@ class LocalSGD(DDP):
             self._average([(optimizer, current)])
 
     def _warm(self, optimizer: Optimizer) -> None:
-        """Count a step of the warmup. Optimizers with the same first parameter, such as one built anew, share their count."""
+        """Count a step of the warmup, which ends for all optimizers when one has taken enough steps.
+
+        Optimizers with the same first parameter, such as one built anew, share their count.
+        """
         first = next(parameters_of(optimizer))
         self._taken[first] = self._taken.get(first, 0) + 1
         if self._taken[first] >= self.loop.options().warmup:
@@ -174,7 +180,7 @@ class LocalSGD(DDP):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _average(self, rounds: Sequence[tuple[Optimizer, _Round]]) -> None:
-        """Average the weights of ``rounds``, weighting each rank by the samples of its steps, and end these rounds."""
+        """Average the weights of the optimizers in ``rounds``, each rank weighted by the samples of its steps, and end these rounds."""
         if not rounds:
             return
         group, options = self.loop.group, self.loop.options()
@@ -199,7 +205,10 @@ class LocalSGD(DDP):
             self._weights.check()
 
     def begins_pass(self, trains: bool) -> None:
-        """Before a pass that does not train, average the weights of open rounds, and send rank 0's buffers."""
+        """Before a pass that does not train, average the weights of open rounds, compare them, and send rank 0's buffers.
+
+        Before a training pass, compare the weights only if no round is open.
+        """
         if not trains and not is_alone():
             self._average(self._open)
         if not trains or not self._open:

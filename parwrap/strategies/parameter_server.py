@@ -54,7 +54,7 @@ class Workers(Group):
     """The process group of the workers, and what connects them with the servers.
 
     Attributes:
-        connections: the connections.
+        connections: sends messages to the servers, and receives their answers.
         servers: the ranks of the servers.
         call: the call of the user's function; it has the result once the function has ended.
     """
@@ -68,7 +68,7 @@ class Workers(Group):
 def divided(
     group: Group, options: Options, trained: Sequence[nn.Module | Optimizer], call: HasResult
 ) -> Iterator[tuple[Workers | None, Server | None]]:
-    """Divide the ranks of ``group`` inside the block: yield the open group of the workers on the first ranks, a server on the others.
+    """Divide the ranks of ``group`` inside the block: on the first ranks yield the open group of the workers, on the others a server.
 
     On a server, the first backward serves the workers and then leaves the block. After that, ``trained`` and ``call.result`` are those of
     worker 0 at its end.
@@ -184,7 +184,7 @@ class ParameterServer(OneModel):
         self._trained = True
 
     def _mean(self, loss: torch.Tensor) -> float:
-        """The mean of ``loss`` over the workers, which step together: a script may decide on the loss, and must decide alike on all."""
+        """The mean of ``loss`` over the workers, for ``staleness=0``: scripts that decide by the loss must decide alike on all workers."""
         total = loss.reshape(1).to("cpu", torch.float64)
         with self._group.control_message("the loss of a step"):
             dist.all_reduce(total, group=self._group.control)
@@ -219,7 +219,7 @@ class ParameterServer(OneModel):
         self._generation = optimizers.generation
 
     def _drop_unused(self) -> None:
-        """Drop optimizers that no worker has any more. Workers ask each other, because Python may collect an optimizer later on one."""
+        """Drop optimizers that no worker holds any more. Workers ask each other, because Python may collect an optimizer later on one."""
         alive = set(self._numbers.values())
         on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
         with self._group.control_message("optimizers that are still used"):
@@ -280,7 +280,10 @@ class ParameterServer(OneModel):
         return True
 
     def left_out(self, optimizer: Optimizer) -> None:
-        """Tell the servers, because other workers may wait for this step. Servers that step for all workers together leave it out too."""
+        """Tell the servers that this worker leaves the step out, because other workers may wait for this step.
+
+        With ``staleness=0``, where servers step for all workers together, the step is left out for all.
+        """
         if not is_alone() and not self.loop.optimizers.is_of_batch(optimizer):
             self._step(optimizer, left_out=True)
 

@@ -66,7 +66,7 @@ class Pieces(torch.Tensor):
         return self.is_in_pieces and self.sizes == list(sizes) and on == list(devices or on)
 
     def taken(self) -> tuple[torch.Tensor, ...]:
-        """The pieces, for an operation whose gradients go to the pieces and not to this tensor."""
+        """The pieces, for an operation whose gradients go to the pieces. From then on, asking for a gradient of this tensor is an error."""
         self._was_taken = True
         return self.pieces
 
@@ -211,7 +211,7 @@ _LOSSES: dict[Callable, Callable[[Callable, dict[str, Any]], torch.Tensor | None
 
 
 def _plain(given: dict[str, Any], *taken: str) -> bool:
-    """Whether a loss can be computed piece by piece: its target fits, and it has no weights or old arguments but those ``taken``."""
+    """Whether a loss can be computed piece by piece: its target fits, and it has no weights or deprecated arguments except ``taken``."""
     input, target = given["input"], given["target"]
     if not isinstance(input, Pieces) or given.get("reduction", "mean") not in ("mean", "sum", "none"):
         return False
@@ -221,7 +221,7 @@ def _plain(given: dict[str, Any], *taken: str) -> bool:
 
 
 def _on_each(function: Callable, given: dict[str, Any], cast: Callable | None = None) -> list[torch.Tensor]:
-    """The result of ``function`` for each piece of its input, with the matching piece of the target."""
+    """The result of ``function`` for each piece of its input, changed by ``cast`` if given, with the matching piece of the target."""
     pieces = given["input"].taken()
     calls = []
     for piece, label in zip(pieces, _like(given["target"], given["input"]), strict=True):

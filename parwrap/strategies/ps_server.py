@@ -37,7 +37,7 @@ class Kind(IntEnum):
     """What a worker asks for. An answer has the same kind, or is ``FAILED`` with a text."""
 
     FAILED = 0
-    """The worker has ended with an error; in an answer, the server or any worker has. The content is the error's text."""
+    """The worker has ended with an error. In an answer: the server, or any worker, has failed. The content is the error's text."""
     BEGIN = 1
     """An optimizer and its parameters, to step from now on."""
     PUSH = 2
@@ -124,15 +124,15 @@ class Layout:
             self._size = -(-end // ALIGNED) * ALIGNED
 
     def buffer(self) -> torch.Tensor:
-        """A new buffer of zeros."""
+        """A new buffer of zeros, with room for all tensors."""
         return torch.zeros(self._size, dtype=torch.uint8)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the tensors in ``buffer``."""
+        """For each tensor, the part of ``buffer`` that holds its values, viewed in its dtype and shape."""
         return [buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._kinds]
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A new buffer with the values of ``tensors``."""
+        """A new buffer with the values of ``tensors``, which have the shapes of this layout."""
         buffer = self.buffer()
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor.detach())
@@ -233,6 +233,9 @@ class _Held:
     Args:
         optimizer: the script's optimizer, in which the parameters of other servers are empty.
         places: the places of the server's own parameters.
+
+    Attributes:
+        parameters: the server's own parameters.
     """
 
     def __init__(self, optimizer: Optimizer, places: Sequence[int]) -> None:
@@ -256,7 +259,7 @@ class _Held:
     def step(self, pushes: Sequence[Message]) -> None:
         """Step once with the average of the workers' gradients; a worker without a gradient counts as zero.
 
-        If a worker leaves the step out, nobody steps, as with an average that is not finite.
+        If one worker leaves the step out, the server does not step: an average with its gradients would not be finite.
         """
         sums: dict[int, torch.Tensor] = {}
         for message in pushes:

@@ -152,7 +152,7 @@ _here = threading.local()
 
 
 def current_replica() -> Replica | None:
-    """The replica that runs in this thread.
+    """The replica that runs in this thread, or ``None``.
 
     >>> current_replica() is None
     True
@@ -254,7 +254,14 @@ class _Abandoned(Exception):
 
 
 class _Meeting:
-    """One point at which all replicas compute together."""
+    """One point at which all replicas compute together.
+
+    Attributes:
+        arrived: for each replica that has arrived, by its number: what it computes, and its value.
+        over: whether all replicas have arrived.
+        result: what the merge of their values has returned.
+        error: what the merge has raised, or the error if replicas compute different things.
+    """
 
     def __init__(self) -> None:
         self.arrived: dict[int, tuple[str, Any]] = {}
@@ -362,7 +369,7 @@ ADVICE = "Run the same layers in the same order on all replicas, or remove parwr
 
 
 def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], AbstractContextManager]:
-    """Record the state that torch keeps for this thread; the returned context manager sets it in another thread."""
+    """Record the modes that torch keeps for this thread. The returned function makes a context manager that sets them in another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # torch.autocast is not used here, because interceptors would take it for the script's own
     autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]

@@ -59,7 +59,7 @@ class Loop:
 
 
 def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:
-    """Words for the first parameter of a rank that is not as on rank 0. Each rank has a list of shapes and dtypes.
+    """Describe the first parameter that is not the same on rank 0 and another rank. Each rank has a list of shapes and dtypes.
 
     >>> differing_parameter([[((2,), "torch.float32")], []])
     'parameter 0 of their optimizers differs: rank 0 has one of shape (2,) and torch.float32, and rank 1 has none'
@@ -88,7 +88,7 @@ class Strategy(Interceptor):
         loop: the state of the running loop.
 
     Attributes:
-        loop: the same.
+        loop: the state of the running loop.
         together: whether ranks end together, because they train one model.
     """
 
@@ -105,7 +105,10 @@ class Strategy(Interceptor):
         """Called when a pass over a loader begins; ``trains`` says whether it is a training pass."""
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average the gradients of ``parameters`` over the ranks now, outside of a backward."""
+        """Average the gradients of ``parameters`` over the ranks, outside of a backward.
+
+        ``loop/accumulation.py`` calls it for accumulated gradients that no backward has averaged.
+        """
 
     def end(self) -> None:
         """Compare with the other ranks a last time; called when the function has ended on this rank without an error."""
@@ -114,7 +117,7 @@ class Strategy(Interceptor):
         """Gather what this rank holds in shards; called before the function returns, because its caller may use the trained model."""
 
     def close(self) -> None:
-        """Release the script's parameters."""
+        """Undo what the strategy has put on the script's modules and parameters. Called when the scope closes, also after an error."""
 
     def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
         """Build the script's ``nn.DataParallel`` with the device of this rank alone."""
@@ -123,7 +126,7 @@ class Strategy(Interceptor):
 
 
 class OneModel(Strategy):
-    """The base of strategies whose ranks train one model: its buffers, and the metrics that schedule it, are rank 0's.
+    """The base of strategies whose ranks train one model: its buffers, and the metrics that ``ReduceLROnPlateau`` gets, are rank 0's.
 
     Attributes:
         buffers: sends the model's buffers.
@@ -136,7 +139,7 @@ class OneModel(Strategy):
         self.buffers = Buffers(loop.group, loop.modules.first)
 
     def _check_backward(self) -> None:
-        """Refuse a backward in a pass that reads everything of a loader that is read in shares, and one that only one rank runs."""
+        """Refuse a backward in a whole pass over a loader that training passes read in shares, and a backward that only one rank runs."""
         self.loop.optimizers.check_backward()
         if is_alone():
             raise UsageError(

@@ -194,11 +194,11 @@ def _unhook(optimizer: Optimizer) -> None:
 
 
 def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Return a rank for each parameter: the largest first, to the rank with the fewest elements, as ``ZeroRedundancyOptimizer`` does.
+    """Return a rank for each parameter: the largest first, to the rank with the least load, as ``ZeroRedundancyOptimizer`` does.
 
     Args:
-        sizes: the number of elements of each parameter.
-        loads: the number of elements that each rank has already; updated in place.
+        sizes: the size of each parameter, in elements or bytes.
+        loads: the size of what each rank has already, in the same unit; updated in place.
 
     >>> dealt_out([3, 5, 4], [0, 0])
     [1, 0, 1]
