@@ -28,8 +28,8 @@ SIZE = 512
 WORDS = SIZE // 8
 
 RECENT = 4
-"""How many backwards, the last ones, a page has the sets of. A host is never that many backwards ahead of its GPU: each reads the numbers
-of the one before."""
+"""The number of last backwards whose sets a page has. A host is never that many backwards ahead of its GPU: each reads the numbers of the
+one before."""
 
 NUMBERS = 6 + RECENT
 """How many numbers of eight bytes a page has before its place: a sequence number, ``backwards``, ``state``, ``what`` and ``controls`` of
@@ -83,7 +83,7 @@ SENTENCES: dict[int, str] = {
 
 
 def sentence(page: Page, place: str) -> str:
-    """What the rank of ``page`` does at ``place``, or did there when it stopped: the words of an error that follow "rank 3"."""
+    """The words that follow "rank 3" in an error: what the rank of ``page`` does at ``place``, or did there when it stopped."""
     words = SENTENCES.get(page.state) or SENTENCES[page.state - APART]
     stopped = ", and has stopped there" if page.state > APART else ""
     return f"{words.format(place=place)} (backwards begun: {page.backwards}){stopped}"
@@ -150,7 +150,7 @@ class Positions:
         folder: the folder that the ranks of the node share.
         rank: this rank among those of the node.
         ranks: the global ranks of the node's ranks, in their order on the node.
-        alike: returns whether to compare with the others now. False after an interrupt, which ranks may handle in different ways.
+        alike: a function that returns whether to compare now. False after an interrupt, which ranks may handle in different ways.
 
     Attributes:
         opening: how many times this process has opened pages in ``folder`` before.
@@ -259,8 +259,8 @@ class Positions:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
 
         Raises:
-            LockstepError: this rank or another has raised; a rank is still in a step that this rank does not take, ``patience`` seconds
-                after it was first seen there; or a rank has not ended within ``timeout`` seconds.
+            LockstepError: this rank or another has raised; a rank is in a step that this rank does not take, for more than ``patience``
+                seconds; or a rank has not ended within ``timeout`` seconds.
         """
         self._refuse_to_go_on()
         deadline = time.monotonic() + timeout

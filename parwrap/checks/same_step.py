@@ -158,7 +158,7 @@ class SameStep:
         self._last = place
 
     def explain(self, error: RuntimeError) -> None:
-        """Say where all ranks are if ``error`` says that another rank's connection has closed.
+        """Raise an error that says where all ranks are, if ``error`` says that another rank's connection has closed.
 
         Raises:
             LockstepError: ``error`` says that.

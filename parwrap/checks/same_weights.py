@@ -52,7 +52,7 @@ def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = N
 
     Args:
         tensors: dense or sparse tensors of any shape, dtype and device.
-        numbers: a number for each tensor; by default they are counted.
+        numbers: for each tensor, the number that stands for its place; by default they are counted.
 
     Returns:
         An int64 tensor of shape ``(number of tensors,)``, on the device of the first.
@@ -276,7 +276,7 @@ def _processor(group: Group) -> str:
 class Differ(IntEnum):
     """How much tensors differ between ranks.
 
-    ``BY_ROUNDING``: by at most 256 units in the last place of a float32, or 2 in shorter types, of the largest value of a tensor.
+    ``BY_ROUNDING``: by at most 256 units in the last place of a float32, or 2 of a shorter type, relative to a tensor's largest value.
     """
 
     NOT = 0

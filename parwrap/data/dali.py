@@ -25,7 +25,7 @@ from parwrap.ranks.group import is_alone
 __all__ = ["Pipelines"]
 
 ANOTHER_SOURCE = 1_000_003
-"""Added to the seed of each further pipeline, so that pipelines that a loop zips never pair a sample with itself."""
+"""The distance between the seeds of two pipelines, so that pipelines that a loop zips never pair a sample with itself."""
 
 
 class Pipelines(Sources):

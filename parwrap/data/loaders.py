@@ -392,8 +392,10 @@ class Loaders(Sources, Interceptor):
         return self._passes.streams.used(random_streams.NONE)
 
     def _own_streams(self, loader: DataLoader) -> random_streams.Libraries:
-        """The libraries whose own streams are used while samples of a training pass are read: also Python's, if this process reads them
-        with code that may draw random numbers. Torch's own datasets draw none."""
+        """The libraries that draw from this rank's own streams while samples of a training pass are read.
+
+        Python's is one of them only if this process reads the samples with code that may draw. Torch's own datasets draw nothing.
+        """
         draws = loader.num_workers == 0 and not (loader.collate_fn is default_collate and _draws_nothing(loader.dataset))
         return random_streams.ALL if draws else random_streams.TRAINING
 

@@ -76,7 +76,10 @@ class Sources:
         self._open.add(iteration)
 
     def end(self, iteration: Any, exhausted: bool) -> None:
-        """End the pass of ``iteration``. For a line's first training pass on shares, print how many samples this rank has read."""
+        """End the pass of ``iteration``; ``exhausted`` says whether it was read to its end.
+
+        After a line's first training pass on shares, print how many samples this rank has read.
+        """
         opened: Pass = iteration.opened
         opened.exhausted = exhausted
         if self._passes.is_open(opened):
@@ -99,7 +102,10 @@ class Sources:
         self._undo.close()
 
     def drops(self) -> bool:
-        """Whether a pass ends if its iterator is finalized now; if not, the next pass over the same loader or pipelines ends it."""
+        """Whether the script drops the iterator that is being finalized, and not the garbage collector. If so, its pass ends.
+
+        If not, the next pass over the same loader or pipelines ends it.
+        """
         return self._script_drops()
 
     def _may_train(self) -> bool:

@@ -61,7 +61,7 @@ class Dealt(_OfOneProcess):
     """Every ``size``-th sample of ``dataset``; all ranks get the same number.
 
     Args:
-        dataset: the script's.
+        dataset: the script's dataset.
         rank: this rank.
         size: the number of ranks.
         uneven: the treatment of the last samples, as in :class:`DealtBatches`.

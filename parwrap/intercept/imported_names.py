@@ -1,7 +1,7 @@
 """Names that a module imported by value, such as with ``from torch import save``: patches replace them there too.
 
-It searches the user's modules and the whole package of the running function; it does not search the standard library and installed
-packages. It also handles ``functools.partial`` objects and dicts in a module, but not default arguments or class attributes.
+This file searches the user's modules and the whole package of the running function. It does not search the standard library and other
+installed packages. It also handles ``functools.partial`` objects and dicts in a module, but not default arguments or class attributes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST_NAMES = 1000
 
 
 class Namespaces:
-    """The names of the modules to search, as currently loaded.
+    """The global names of the modules to search that are loaded now.
 
     Args:
-        module: the name of the running function's module.
+        module: the name of the running function's module, whose package is searched even if it is installed.
 
     >>> import math
     >>> sys.modules["script"] = script = ModuleType("script")
@@ -71,7 +71,7 @@ class _Loaded:
         self._by_owner: dict[str, list[str]] = {}
 
     def by_owner(self) -> dict[str, list[str]]:
-        """The names that may have to be searched: the user's under ``""``, those of installed modules by package."""
+        """The names of the modules that may have to be searched: the user's under ``""``, installed ones under their package."""
         added = len(sys.modules) - len(self.names)
         *new, last = islice(reversed(sys.modules), max(0, added) + 1)
         if added >= 0 and [last] == self.names[-1:]:

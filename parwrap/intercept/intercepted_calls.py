@@ -25,7 +25,7 @@ class Backward(NamedTuple):
         tensors: the tensors to differentiate.
         grad_tensors: the gradient of each; ``None`` stands for 1.
         options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
-        original: torch's own function.
+        original: torch's own function, or the next interceptor's.
         given: the tensors that the script has passed, of which ``tensors`` may be multiples.
     """
 
@@ -192,7 +192,7 @@ class Clip(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The arguments of one ``torch.nn.functional.batch_norm``, and torch's own function."""
+    """The arguments of one ``torch.nn.functional.batch_norm``; ``original`` is torch's own function, or the next interceptor's."""
 
     original: Callable[..., torch.Tensor]
     input: torch.Tensor

@@ -96,8 +96,8 @@ def _bound(
 ) -> Backward:
     """The :class:`Backward` for arguments as in torch's signature.
 
-    ``given`` are the tensors that the script passed: an outer interceptor passes them on where it calls with others. ``grad_variables`` is
-    the old name of ``grad_tensors``.
+    ``given`` are the tensors that the script passed: an outer interceptor that calls with other tensors passes them on.
+    ``grad_variables`` is the old name of ``grad_tensors``.
     """
     one = (torch.Tensor, GradientEdge)
     tensors = (tensors,) if isinstance(tensors, one) else tuple(tensors)

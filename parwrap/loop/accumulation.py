@@ -86,9 +86,9 @@ class Accumulation(Interceptor):
 
     Args:
         steps: the number of calls of ``step()`` for one step.
-        no_sync: a context in which backwards are not averaged over the ranks.
+        no_sync: makes a context in which backwards are not averaged over the ranks.
         average: averages the gradients of parameters over the ranks outside of a backward.
-        drops: returns whether the script drops the object that is finalized now; false if the garbage collector does.
+        drops: returns whether the script drops the object that is being finalized, and not the garbage collector.
     """
 
     def __init__(

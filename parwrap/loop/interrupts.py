@@ -41,9 +41,10 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block, hold the first SIGINT or SIGTERM until :meth:`release`, for at most 2 s and no longer than the block.
+        """Inside the block, hold the first SIGINT or SIGTERM until :meth:`release`.
 
-        A signal that is ignored or has its default action is not held.
+        Without a release, the signal is raised after 2 s, or at the end of the block. Signals that are ignored, or have their default
+        action, are not held.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -110,7 +111,8 @@ class Interrupts:
 def noting_arrivals() -> Iterator[Callable[[], bytes]]:
     """Yields a function that returns the numbers of the signals that have arrived in the block, also those that Python has not handled yet.
 
-    Python's C handler writes them to a file: the launcher's, if there is one. If the script has set another receiver, none is returned.
+    Python's C handler writes them to a file: the launcher's, if there is one. If the script has set a pipe or socket by
+    ``signal.set_wakeup_fd``, the function returns none.
     """
     if threading.current_thread() is not threading.main_thread():
         yield bytes

@@ -231,7 +231,10 @@ class Passes:
         return passes or [each for each in [self.training] if each is not None]
 
     def draw(self) -> None:
-        """Let the loop draw: on this rank's own streams of torch and numpy while a training pass is open, else on the shared ones."""
+        """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.
+
+        Inside ``same_draws`` they are always shared. With ``"per_rank"``, all are this rank's own from the first backward on.
+        """
         if self._same_draws:
             own = random_streams.NONE
         elif self._own_after is not None and self.backwards > self._own_after:

@@ -31,7 +31,7 @@ __all__ = ["Files", "current", "files_in_scratch", "intercepting_files"]
 Files: TypeAlias = WriterFiles | ReplicaFiles
 
 _openings = itertools.count()
-"""How many times this process has begun to intercept file calls. All ranks count alike."""
+"""Numbers the times that this process begins to intercept file calls. The numbers are the same on all ranks."""
 
 _current: Files | None = None
 

@@ -28,7 +28,7 @@ class NativeCall(NamedTuple):
         name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses are covered.
         way: ``"read"``: reads the file; ``"save"``: writes a whole checkpoint; ``"write"``: writes another whole file; ``"open"``: creates
             an object that reads or writes by its mode; ``"update"``: creates an object that reads and writes.
-        path: the name of the argument.
+        path: the name of the argument that is the path.
         position: its position, not counting ``self``.
         mode: for ``"open"``, the mode, if there is no argument ``mode`` after the path.
     """

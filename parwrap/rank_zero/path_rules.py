@@ -107,7 +107,7 @@ class PathRules:
         return self.open and not _here.passing
 
     def in_process(self) -> bool:
-        """Whether this process created the rules, rather than being a later fork."""
+        """Whether this process created the rules, and was not forked later."""
         return os.getpid() == self._process
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:

@@ -309,7 +309,7 @@ class ReplicaFiles:
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The key of a path that is about to change, or ``None`` if the call runs unchanged, on the disk.
 
-        In that case, the path's folder is made on the disk if it is only in scratch.
+        If it runs unchanged, the path's folder is made on the disk if it is only in scratch.
         """
         key = self._rules.writes(path, dir_fd)
         if key is None and self._rules.looks() and not isinstance(path, int):
@@ -334,8 +334,8 @@ class ReplicaFiles:
             key: the unique name of the path.
             path: the path as the script gives it, for errors.
             keep: whether the place begins with the file's present content.
-            new: whether the file may not exist yet.
-            must_exist: whether the file has to exist.
+            new: whether it is an error if the file exists.
+            must_exist: whether it is an error if the file does not exist.
         """
         overlay, key = self._overlay, self._overlay.resolved(key)
         place = overlay.find(key)

@@ -74,7 +74,7 @@ class KeptReadable:
         self._checkpoints.add(_identity(path))
 
     def before(self, path: str) -> str:
-        """Keep the file at ``path``, which is about to be replaced or removed. Returns where to read it."""
+        """Keep the file at ``path`` readable, which is about to be replaced or removed. Returns where to read it."""
         self._release()
         return self._keep(None, path) or os.path.join(self._folder, NOT_KEPT, os.path.basename(path))
 
@@ -328,7 +328,7 @@ class WriterFiles:
             path: the path, as the script gives it.
             dir_fd: the directory that a relative path starts from, as in ``os.open``.
             in_place: the file is changed and not replaced, so up to a size of ``MOST_COPIED`` a copy of it is kept.
-            counts: whether to count the change in this rank's progress now; otherwise the caller does, if it counts.
+            counts: whether to count the change in this rank's progress. Otherwise the caller does, unless only attributes change.
 
         Returns:
             The key of the path, or ``None`` if the rules of rank 0's files do not apply to it.
@@ -351,7 +351,7 @@ class WriterFiles:
                 self._keep_old(os.path.join(above, name))
 
     def _keep_old(self, key: str, in_place: bool = False) -> None:
-        """Keep what is at ``key``, unless this rank has changed it already: the other ranks then have their own."""
+        """Keep what is at ``key``, unless this rank has changed it already: the other ranks then have their own version."""
         if key not in self._changed:
             self._changed.add(key)
             with suppress(OSError):

@@ -1,7 +1,7 @@
 """The variables of each launcher, as data: their names for rank and world size, and where rank 0 can be reached.
 
-One row for each launcher; launchers that are started inside others come first. ``world.py`` draws conclusions from them. Some launchers
-start one process on each node, which starts the ranks there (for example Kubeflow): ``node_of`` reads their variables.
+One row for each launcher; launchers that are started inside others come first. ``world.py`` draws conclusions from them. Some launchers,
+such as Kubeflow, start one process on each node, and that process starts the ranks there. ``node_of`` reads their variables.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ def _set(name: str) -> Callable[[Environ], bool]:
 
 
 class Launcher(NamedTuple):
-    """The variable names of one launcher; if a fact has several names, the first one that is set counts.
+    """One launcher: for each fact, the names of the variables that may hold it. The first one that is set counts.
 
     Attributes:
-        name: for messages.
-        rank: this process among all, from 0; ``size``: their number; ``local_rank``: this process on its node. All three are needed.
+        name: the launcher, for messages.
+        rank: the number of this process among all, from 0. Needed, like ``size`` and ``local_rank``.
+        size: the number of all processes.
+        local_rank: the number of this process on its node, from 0.
         local_size: the number of processes on this node.
-        node_rank: this node, from 0.
+        node_rank: the number of this node, from 0.
         nodes: the number of nodes.
         others: further names from which a script can see that it was launched.
         applies: a function that says whether this launcher has set the variables.

@@ -37,7 +37,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def forks_end_here() -> Iterator[None]:
-    """End each process that the block forks where it leaves the block, because only the rank runs what follows.
+    """A process that is forked inside the block ends where it leaves the block: only this process runs what follows.
 
     Exit handlers do not run, as in processes of multiprocessing: they are the parent's, and would remove its temporary folders.
     """

@@ -2,7 +2,7 @@
 
 Ranks of one node meet through a file in that folder, unless a launcher or the user has chosen another rendezvous. The file needs no port.
 Ranks that are all on one node listen on the loopback interface only, if that has a fixed name and the user has set no other. Ranks of
-several nodes meet as torch does. A folder is locked while a process uses it, so the next start can remove those of killed processes.
+several nodes meet as torch does. A folder is locked while a process uses it, so the next start can find those that killed processes left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.,-]*")
 """The name of a folder: one part of a path, and not a hidden one."""
 
 _openings = itertools.count()
-"""How many process groups this process has opened. All ranks count alike."""
+"""Numbers the process groups that this process opens. The numbers are the same on all ranks."""
 
 
 class Meeting(NamedTuple):

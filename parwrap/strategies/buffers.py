@@ -47,7 +47,7 @@ class _Buffer(NamedTuple):
 
 
 class Buffers:
-    """The buffers of the modules of a script.
+    """The buffers of the modules of a script, and when they are sent. Strategies call the public methods.
 
     Args:
         group: the process group.
@@ -195,7 +195,7 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
 
 
 def _differ(kind: str, all_ranks: list[dict[int, Any]]) -> Exception | None:
-    """The error if a module has other buffers on another rank, by name, dtype or shape; ``None`` if all are alike.
+    """The error if the buffers of a module differ between ranks in name, dtype or shape; ``None`` if they do not.
 
     ``all_ranks`` has a dict for each rank, from the number of each module to the :func:`_shapes` of its buffers.
     """

@@ -105,7 +105,7 @@ class _PowerSGD:
         return powerSGD_hook(self._state, bucket)
 
     def _mend(self, index: int) -> None:
-        """Reset the stored state where it is stuck: at 0 after a step without a gradient, or at non-finite values after an overflow."""
+        """Reset what is stuck in the state of bucket ``index``: zeros after a step without a gradient, and what an overflow left."""
         if (error := self._state.error_dict.get(index)) is not None:
             error.nan_to_num_(0.0, 0.0, 0.0)
         if (factor := self._state.q_memory_dict.get(index)) is not None and factor.numel():

@@ -220,7 +220,7 @@ def _over(parts: Sequence[Any], leaf: Callable[[list[Any]], Any]) -> Any:
 
 
 def _cut(leaf: list[Any], sizes: Sequence[int], devices: Sequence[torch.device], number: int) -> Any:
-    """Return part ``number`` of a tensor that has one row for each sample; return anything else whole.
+    """Return part ``number`` of a tensor that has one row for each sample; return anything else whole. ``leaf`` holds this one value.
 
     Tensors on the first of ``devices`` are moved to the part's device; others, such as lengths on the CPU, stay where they are.
     """

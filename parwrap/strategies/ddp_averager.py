@@ -132,7 +132,10 @@ class GradientAverager:
             )
 
     def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Run ``call`` while its gradients are averaged. Send ``numbers``, indexed by :class:`Entry`, with them, and ``loss`` in them."""
+        """Run ``call`` while its gradients are averaged, and send ``numbers``, indexed by :class:`Entry`, with them.
+
+        ``loss``, if given, is written into two of these numbers first.
+        """
         self._prepare(numbers, loss)
         self._arm()
         call.run_with(self._root, self._signal)

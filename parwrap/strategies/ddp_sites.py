@@ -123,7 +123,7 @@ class Sites:
         return reached(call.roots)
 
     def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
-        """If torch averages ``parameter``, as FSDP does, return a function that says whether a backward has reached it; else ``None``."""
+        """For a parameter that torch averages, as in FSDP: a function that says whether a backward has reached it. Else ``None``."""
 
     def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         """Return the set of parameters of ``call``, and the frozen parameters of all optimizers: once they train, they may be reached."""
@@ -231,10 +231,10 @@ class Sites:
         self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
-        """Add parameters to the set of ``site`` that a backward has reached outside of it on any rank, and average their gradients.
+        """After a backward that has reached parameters outside of the set of ``site``, add these, and average their gradients.
 
-        If an optimizer owns such a parameter, all its parameters are added. A parameter that no optimizer owns is found by its number in
-        ``Modules.trainable``, which is the same on all ranks.
+        It is enough that one rank has reached them. If an optimizer owns such a parameter, all its parameters are added. A parameter that
+        no optimizer owns is found by its number in ``Modules.trainable``, which is the same on all ranks.
         """
         assert site.averager is not None
         group, arrived = self._loop.group, {id(p) for p in self.arrived}

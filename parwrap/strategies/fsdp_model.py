@@ -121,7 +121,7 @@ class ShardedModel:
         return ((p, param.sharded_param) for p, param in self.parameters)
 
     def is_reached(self, number: int, param: Any) -> bool:
-        """Whether backwards have reached a parameter since ``reached`` was cleared: the one with the id ``number``, torch's ``param``."""
+        """Whether backwards have reached a parameter since ``reached`` was cleared; ``number`` is its id, ``param`` its ``FSDPParam``."""
         leaf = unsharded_parameter(param)
         return number in self.reached or (leaf is not None and leaf.grad is not None)
 

@@ -13,7 +13,7 @@ from parwrap.torch_private.modules import registered_modules
 __all__ = ["can_be_sharded", "units", "unsharded"]
 
 Wrap = int | type | str | tuple[type | str, ...] | None
-"""What becomes a unit: modules with at least so many elements, modules of a class or its name, or with ``None`` repeated blocks."""
+"""What becomes a unit. A number: modules with at least so many elements. Classes or names: modules of these. ``None``: repeated blocks."""
 
 BLOCK = 100_000
 """A block with at least this number of elements is worth gathering separately."""

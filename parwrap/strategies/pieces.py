@@ -105,7 +105,7 @@ class Pieces(torch.Tensor):
 
 
 class _Joined(torch.autograd.Function):
-    """Makes the tensor of the pieces, as an operation of the graph.
+    """Makes one tensor of the pieces, as an operation in the autograd graph.
 
     An autograd function that the script applies to the tensor bypasses ``__torch_function__``. The gradient that then arrives here is split
     by rows, and goes on to the pieces.

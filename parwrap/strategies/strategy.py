@@ -153,7 +153,7 @@ class OneModel(Strategy):
         Args:
             kind: what they do, such as ``"an average of weights"``.
             about: what must be equal on all ranks.
-            different: makes an error from what all ranks have of it.
+            different: makes an error from what all ranks have passed as ``about``.
         """
         passes = self.loop.passes
         place = passes.training.place if passes.training else script_place()
