@@ -309,7 +309,7 @@ class Positions:
         return self.mine._replace(state=self._numbers[self._rank * WORDS + STATE])
 
     def error(self, why: str = "") -> LockstepError:
-        """The error that says where all ranks of the node are."""
+        """The error that says where all ranks of the node are, and ``why`` it is raised."""
         lines = []
         for index, rank in enumerate(self._ranks):
             page = self._read(index)

@@ -43,7 +43,7 @@ def data_digits(loader: DataLoader, held: Held, seed: int, passes: int = 0) -> t
         loader: the loader.
         held: the result of :func:`held_by` for this loader.
         seed: the seed of the order of the pass.
-        passes: the number of passes that have begun before.
+        passes: the number of passes that have begun so far.
 
     >>> loader, other = DataLoader(torch.arange(8.0), batch_size=2), DataLoader(torch.ones(8), batch_size=2)
     >>> data_digits(loader, held_by(loader), 0) == data_digits(loader, held_by(loader), 0)

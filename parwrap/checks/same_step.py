@@ -88,7 +88,7 @@ class SameStep:
         interrupts: the signals that this rank holds.
 
     Attributes:
-        grows: whether a rank got a gradient for a parameter that no set has.
+        grows: whether, in the backward compared last, a rank got a gradient for a parameter that no set has.
         ending: whether this rank's function has ended.
         averages_since: when this rank's last backward began to wait for the averages, by ``time.perf_counter()``.
     """

@@ -146,7 +146,9 @@ class SameWeights:
                 self.check("the last check of weights")
 
     def check(self, kind: str = "the check of weights") -> None:
-        """Compare the weights, if the script has trained or drawn a batch since the last check; on a GPU, those of the check before.
+        """Compare the weights, if the script has trained or drawn a batch since the last check; ``kind`` names the message in errors.
+
+        On a GPU, this compares the weights as they were at the check before, to not wait for the GPU.
 
         Raises:
             RankMismatchError: they differ; it names the first parameter and the step.

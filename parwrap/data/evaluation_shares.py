@@ -97,7 +97,7 @@ class Turns:
         self._ended(drawn)
 
     def _drawn(self, most: int) -> list:
-        """At most ``most`` next batches, drawn on random states kept for the stream: the script's own draws differ between ranks."""
+        """At most ``most`` next batches, drawn with random states kept for the stream: the script's own draws differ between ranks."""
         with states_kept():
             if self._states is not None:
                 set_states(self._states)

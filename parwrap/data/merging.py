@@ -58,7 +58,9 @@ def merged(reduce: Any, parts: list[Part]) -> Any:
     """Merge the results of ``parts``.
 
     Args:
-        reduce: ``"mean"``, ``"sum"``, ``"gather"``, a function of the list of results, or a dict or tuple of these.
+        reduce: ``"mean"``, ``"sum"``, ``"gather"``, a function of the list of results; or a dict or tuple of these, one for each entry of a
+            result.
+        parts: the result of each rank that has a part, in the order of ranks.
 
     Raises:
         UsageError: the results cannot be merged by ``reduce``.

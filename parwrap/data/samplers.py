@@ -148,7 +148,7 @@ def shuffles(loader: DataLoader) -> bool:
 
 
 def is_plain(loader: DataLoader) -> bool:
-    """Whether a pass over ``loader`` takes every sample once, in order or shuffled, as ``DistributedSampler`` can do it."""
+    """Whether a pass over ``loader`` takes every sample once, in order or shuffled, as ``DistributedSampler`` does too."""
     sampler: Any = loader.sampler
     if type(sampler) is RandomSampler or f"{type(sampler).__module__}.{type(sampler).__name__}" == STATEFUL:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)

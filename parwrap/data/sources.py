@@ -96,15 +96,15 @@ class Sources:
             )
 
     def close(self) -> None:
-        """Let passes that outlive the scope read on, without switching streams."""
+        """Let passes that outlive the scope read on, without switching random streams."""
         for iteration in list(self._open):
             iteration.detach()
         self._undo.close()
 
     def drops(self) -> bool:
-        """Whether the script drops the iterator that is being finalized, and not the garbage collector. If so, its pass ends.
+        """Whether the script has dropped the iterator that is being finalized. If so, its pass ends now.
 
-        If not, the next pass over the same loader or pipelines ends it.
+        If the garbage collector has found it, the next pass over the same loader or pipelines ends it.
         """
         return self._script_drops()
 
@@ -130,7 +130,7 @@ class PassIterator(Batches):
         place: the line that reads it.
         opened: the pass, once it has begun.
         batches: the iterator that it takes batches from, once it has begun.
-        reading: the libraries that draw on this rank's own streams while it reads a batch.
+        reading: the libraries that draw from this rank's own streams while it reads a batch.
     """
 
     samples_in = staticmethod(samples_in)

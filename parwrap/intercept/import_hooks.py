@@ -33,7 +33,7 @@ def imports_watched(name: str, imported: Callable[[ModuleType], None]) -> Iterat
 
 
 class _Finder:
-    """Finds the one module through the later entries of ``sys.meta_path``, and makes its loader report."""
+    """Finds the module ``name`` through the entries of ``sys.meta_path`` after itself, and makes its loader call ``imported``."""
 
     def __init__(self, name: str, imported: Callable[[ModuleType], None]) -> None:
         self._name, self._imported = name, imported

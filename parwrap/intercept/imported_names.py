@@ -23,7 +23,7 @@ _MOST_NAMES = 1000
 
 
 class Namespaces:
-    """The global names of the modules to search that are loaded now.
+    """The global names of the loaded modules that have to be searched.
 
     Args:
         module: the name of the running function's module, whose package is searched even if it is installed.

@@ -50,7 +50,10 @@ Patches = list[Patch | AbstractContextManager]
 
 
 def _iterate(interceptor: Interceptor) -> Patches:
-    """Patch the loaders of torch and of torchdata, whose ``StatefulDataLoader`` overrides ``__iter__``."""
+    """Patch the loaders of torch and of torchdata, whose ``StatefulDataLoader`` overrides ``__iter__``.
+
+    A loader first forgets persistent workers of the process that this one was forked from.
+    """
 
     def patch(kind: Any) -> Patch:
         original = kind.__iter__
@@ -147,7 +150,7 @@ def _scaled(interceptor: Interceptor) -> Patches:
 
 
 def _use_scaler(interceptor: Interceptor) -> Patches:
-    """Calls by torch and parwrap, such as ``unscale_`` from ``step``, run unchanged."""
+    """Patch three methods of ``GradScaler``, for a script with its own scaler. Calls by torch and parwrap run unchanged."""
 
     def patch(name: str, of_optimizer: bool) -> Patch:
         def call(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
@@ -406,7 +409,7 @@ def _metric(interceptor: Interceptor) -> Patches:
 
 
 def _update_metric(interceptor: Interceptor) -> Patches:
-    """Patch the method that makes a metric's attribute ``update``, which each clone has for itself, as of torchmetrics 1.9."""
+    """Patch the method that makes the ``update`` of each metric and of each of its clones, as of torchmetrics 1.9."""
 
     def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
         update = wrapped(*args, **kwargs)

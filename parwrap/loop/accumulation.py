@@ -88,7 +88,7 @@ class Accumulation(Interceptor):
         steps: the number of calls of ``step()`` for one step.
         no_sync: makes a context in which backwards are not averaged over the ranks.
         average: averages the gradients of parameters over the ranks outside of a backward.
-        drops: returns whether the script drops the object that is being finalized, and not the garbage collector.
+        drops: returns, in a finalizer, whether the script has dropped the object; false if the garbage collector has found it.
     """
 
     def __init__(

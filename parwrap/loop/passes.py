@@ -55,7 +55,7 @@ def loss_factor(weight: float, size: int, options: Options) -> float:
 
 @contextmanager
 def script_drops() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells a finalizer whether the script drops the object, and not the garbage collector.
+    """Yields a function that returns, in a finalizer, whether the script has dropped the object; false if the garbage collector runs it.
 
     The collector runs at a different time on each rank, so nothing may follow from what it finds.
     """
@@ -173,7 +173,7 @@ class Passes:
 
     @property
     def training(self) -> Pass | None:
-        """The innermost open training pass. A pass that repeats counts as open after it is dropped, until another pass begins."""
+        """The innermost open training pass. A pass that ``repeats`` counts as open after it is dropped, until another pass begins."""
         last = self._last_training
         for each in reversed(self._open):
             if each.trains:
@@ -226,7 +226,7 @@ class Passes:
                 each.data = ()
 
     def _training_passes(self) -> list[Pass]:
-        """The open training passes; if there are none, the pass that repeats, as in :attr:`training`."""
+        """The open training passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
         passes = [each for each in self._open if each.trains]
         return passes or [each for each in [self.training] if each is not None]
 

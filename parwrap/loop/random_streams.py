@@ -1,7 +1,7 @@
 """The random streams of this rank: a shared set, on which all ranks draw the same, and a set of its own (contract, rule 4).
 
 Each set has a stream of torch (with that of the current GPU), one of numpy and one of Python's ``random``. ``use`` says which libraries
-draw on this rank's own streams now. ``passes.py`` decides when.
+draw from this rank's own streams now. ``passes.py`` decides when.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _begun_at: dict[int, int] = {}
 
 
 def _own_seed(seed: int, rank: int) -> int:
-    """The seed of the own streams that begin now: ``seed + rank`` the first time.
+    """The seed of this rank's own streams, which begin now: ``seed + rank`` the first time.
 
     If the shared stream has moved on since then, as in a later scope, its state is mixed in, so that a rank does not draw the same numbers
     again. A script that has seeded again is back at the first state, and gets the first seed.
@@ -237,7 +237,7 @@ class RandomStreams(Interceptor):
 
 
 def get_states() -> tuple[Any, ...]:
-    """The states of the streams that torch, numpy and Python draw on now."""
+    """The states of the streams that torch, numpy and Python draw from now."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), gpu
 

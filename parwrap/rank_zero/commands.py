@@ -77,7 +77,7 @@ def only_reads(command: Any) -> bool:
 
 
 def refusing_exec(size: int) -> AbstractContextManager[None]:
-    """Inside the block, this rank, one of ``size``, cannot replace itself by another program. Processes that it forks can."""
+    """Inside the block, ``os.exec*`` raises :class:`UsageError` on this rank, one of ``size``. Processes that it forks may call it."""
     rank = os.getpid()
 
     def refuse(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

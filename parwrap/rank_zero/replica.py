@@ -236,7 +236,7 @@ class ReplicaFiles:
             marker.write(MARK + save.encode() + b"\n")
 
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
-        """Run native code that reads a file."""
+        """Run native code that reads a file, from where this rank sees it."""
 
         def find() -> Any:
             try:

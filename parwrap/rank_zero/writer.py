@@ -86,7 +86,7 @@ class KeptReadable:
         self._journal.close()
 
     def _keep(self, save: str | None, path: str) -> str | None:
-        """Where the file at ``path`` stays readable; ``None`` if too many are kept already."""
+        """Keep the file at ``path``, a checkpoint if ``save`` names it. Returns where it is readable; ``None`` if too many are kept."""
         if not os.path.isdir("/proc/self/fd"):
             return self._second_name(path)
         if len(self._kept) >= MOST_KEPT:

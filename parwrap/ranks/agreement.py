@@ -79,9 +79,10 @@ def first_other(all_ranks: Sequence[Any]) -> tuple[int, Any]:
 
 
 def first_difference(all_ranks: Sequence[Sequence[Any]], show: Callable[[Any], str]) -> tuple[int, str, int, str]:
-    """How the list of a rank differs from that of rank 0: the place of the first such entry, rank 0's, the rank, and the rank's entry.
+    """Find the first entry in which the list of another rank differs from that of rank 0.
 
-    The entries are as ``show`` words them, or ``"none"`` after the end of a list.
+    Returns its place, rank 0's entry, the other rank, and that rank's entry. The entries are as ``show`` words them, or ``"none"`` after
+    the end of a list.
 
     >>> first_difference([["a"], ["a"], ["a", "b"]], repr)
     (1, 'none', 2, "'b'")

@@ -60,7 +60,7 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
-    """Inside the block, share a store with the other ranks of ``world``.
+    """Inside the block, share a store with the other ranks of ``world``. A rank waits for others for at most ``timeout``.
 
     Raises:
         LaunchError: the folder that the ranks of this node share is not private.
