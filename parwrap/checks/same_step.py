@@ -161,7 +161,7 @@ class SameStep:
         """Raise an error that says where all ranks are, if ``error`` says that another rank's connection has closed.
 
         Raises:
-            LockstepError: ``error`` says that.
+            LockstepError: another rank's connection has closed.
         """
         if any(text in str(error) for text in LOST):
             raise self.positions.error("the connection to another rank has closed") from error

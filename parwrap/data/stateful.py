@@ -26,7 +26,7 @@ class Reading(NamedTuple):
 
     Attributes:
         copy: the copy that is read; ``None`` if the loader itself is read.
-        seed: the seed of its order; ``None`` if it is exhausted.
+        seed: the seed of the order of the last pass; ``None`` if that pass is exhausted.
         generator: the loader's own generator, if any, which draws the next orders.
     """
 

@@ -167,7 +167,7 @@ class Enough(SystemExit):
 
 
 def recorded_in(folder: Path, failed: bool = False) -> Recorded:
-    """What a run has recorded in ``folder``."""
+    """What a run has recorded in ``folder``; ``failed`` says whether the run ended with an error."""
     return Recorded(Steps(folder), (folder / BATCH_NORMS).exists(), (folder / HALF).exists(), failed)
 
 

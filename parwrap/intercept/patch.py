@@ -57,7 +57,7 @@ class _Wrapped(wrapt.FunctionWrapper):
 
 @functools.cache
 def _wrapping(traced: Callable | None) -> type[_Wrapped]:
-    """The class of wrapped functions that are compiled as ``traced``; torch guards compiled code by the class."""
+    """The class of wrapped functions that are compiled as ``traced``. It differs for each: torch's guards compare the class."""
     return _Wrapped if traced is None else type("_Traced", (_Wrapped,), inlined(traced))
 
 

@@ -65,7 +65,7 @@ class _Weighted(torch.autograd.Function):
 
 
 class Divisors(Interceptor):
-    """Weights mean losses over targets by their divisors.
+    """Weights classification losses that are means, so that their average over ranks is the mean over the whole batch.
 
     Args:
         group: the process group.

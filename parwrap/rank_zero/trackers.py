@@ -36,7 +36,7 @@ def trackers_silent() -> Iterator[None]:
 
 
 def _wandb(wandb: Any) -> list[Patch]:
-    """``wandb.init`` is disabled. Its argument ``mode`` would win over the variable."""
+    """Patch ``wandb.init`` to run with ``mode="disabled"``: a ``mode`` of the script would win over the variable."""
 
     def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         return wrapped(*args, **{**kwargs, "mode": "disabled"})

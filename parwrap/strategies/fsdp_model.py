@@ -245,12 +245,12 @@ def _refuse_exchanged(info: Any) -> None:
 
 
 def _attachments(module: nn.Module) -> dict[str, set[Any] | None]:
-    """The names of a module's attributes; each has the keys of the attribute if this is a dict, else ``None``."""
+    """Map the name of each attribute of a module to the attribute's keys if it is a dict, else to ``None``."""
     return {name: set(value) if isinstance(value, dict) else None for name, value in module.__dict__.items()}
 
 
 def _added(before: dict[str, set[Any] | None], after: dict[str, set[Any] | None]) -> dict[str, set[Any] | None]:
-    """The names of new attributes, each with ``None``; and of older attributes that are dicts with new keys, each with the new keys."""
+    """Map the name of each new attribute to ``None``, and that of each older dict with new keys to these keys."""
     added: dict[str, set[Any] | None] = {}
     for name, keys in after.items():
         if name not in before:

@@ -465,6 +465,7 @@ class ParameterServer(OneModel):
             self._last = Message(Kind.END, content=_pickled(states, self._group.call.result))
 
     def close(self) -> None:
+        """Tell the servers that this worker has ended: with its result, or with its error."""
         self.buffers.close()
         last, error = self._last, sys.exc_info()[1]
         if last.kind is Kind.FAILED and error is not None:

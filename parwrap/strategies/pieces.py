@@ -221,7 +221,7 @@ def _plain(given: dict[str, Any], *taken: str) -> bool:
 
 
 def _on_each(function: Callable, given: dict[str, Any], cast: Callable | None = None) -> list[torch.Tensor]:
-    """The result of ``function`` for each piece of its input, changed by ``cast`` if given, with the matching piece of the target."""
+    """Call ``function`` on each piece of its input, with the matching piece of the target. ``cast``, if given, changes the piece first."""
     pieces = given["input"].taken()
     calls = []
     for piece, label in zip(pieces, _like(given["target"], given["input"]), strict=True):

@@ -181,6 +181,7 @@ class Zero1(DDP):
                 self._shards[optimizer].join()
 
     def close(self) -> None:
+        """Show the gradients that a step has hidden, as after an error, and remove all hooks."""
         for step in self._steps:
             step.show()
         for optimizer in list(self._shards):
