@@ -31,9 +31,9 @@ class pad_collate:
     lists of numbers, also in nested dicts, lists and tuples. ``default_collate`` handles everything else, such as labels.
 
     Args:
-        pad_value: the padding value, or a dict from the name or position of a field to its value. Fields that a dict does not name are
-            padded with 0, and ``labels`` with -100. Whatever the number, ``labels`` are padded with -100, and
-            ``attention_mask`` and ``token_type_ids`` with 0.
+        pad_value: the padding value, or a dict from the name or position of a field to its value. A number does not apply to ``labels``,
+            which are padded with -100, nor to ``attention_mask`` and ``token_type_ids``, which are padded with 0. Fields that a dict does
+            not name are padded with 0, and ``labels`` with -100.
         multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to ``input_ids``, or
             else to the first sequence of a sample, and to sequences that are as long as it in every sample of the batch.
         attention_mask: whether to add a mask of ones for tokens and zeros for padding. It follows ``input_ids``, or else the

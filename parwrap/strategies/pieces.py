@@ -123,7 +123,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Joins pieces that have no graph themselves: an autograd function, such as a checkpoint, returned the tensor and hides their graph."""
+    """Joins pieces whose graph is hidden, because an autograd function, such as a checkpoint, has returned the tensor."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:
