@@ -223,4 +223,4 @@ def test_the_pytest_plugin_runs_tests_on_ranks(python, tmp_path):
 @pytest.mark.slow
 @ON_WINDOWS
 def test_the_doctor_measures_two_ranks(python):
-    assert "2 forked ranks, gloo on cpu: all sums right" in python("-m", "parwrap.doctor").stdout
+    assert "2 spawned ranks, gloo on cpu: all sums right" in python("-m", "parwrap.doctor").stdout

@@ -1,4 +1,4 @@
-"""Ends a wait that has no end, from a thread: of ranks of different nodes for each other, and on GPUs for a rank that has failed.
+"""From a thread, ends waits that would never end: between ranks of different nodes, and on GPUs for a rank that has failed.
 
 Within a node, ``positions.py`` finds ranks that come apart on pages of shared memory. Across nodes, a rank that has been blocked in one
 step for two seconds puts its page into the store, and compares it with that of the next rank. If ranks are blocked at different positions,

@@ -35,6 +35,9 @@ PATIENT = 0.8
 LOOK = 0.05
 """Seconds between two looks for the facts of a rank."""
 
+_START_METHOD = "fork" if FORKS else "spawn"
+"""How the doctor starts ranks for the self test."""
+
 
 @contextmanager
 def examination(facts: Facts, world: World, timeout: float, backend: str | None) -> Iterator[Exam]:
@@ -54,7 +57,7 @@ def examination(facts: Facts, world: World, timeout: float, backend: str | None)
     size = max(gpus, 2) if backend == "nccl" else 2
     with job_folder() as folder:
         worlds = [World(rank, size, rank, size, 0, None, f"parwrap://job/{folder.name}") for rank in range(size)]
-        context: Any = multiprocessing.get_context("fork" if FORKS else "spawn")
+        context: Any = multiprocessing.get_context(_START_METHOD)
         for other in worlds[1:]:
             context.Process(target=_examine, args=(facts, other, backend, timeout), daemon=True).start()
         yield Exam(facts, worlds[0], backend, timeout)
@@ -122,7 +125,7 @@ class Exam:
         stages = self._stages() if self.failure else {}
         some_joined = self.launched and len(known) > 1
         missing = [rank for rank in range(self.world.size) if rank not in known] if self.failure and some_joined else []
-        by = "launched" if self.launched else "forked"
+        by = "launched" if self.launched else f"{_START_METHOD}ed"
         test = SelfTest(
             *(by, self.world.size, self.backend, self.device, list(self.rows), self.clocks, self.skipped, self.failure, stages, missing)
         )

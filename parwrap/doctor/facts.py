@@ -225,7 +225,7 @@ class SelfTest:
     """The result of the ranks' self test.
 
     Attributes:
-        by: ``"launched"`` ranks, or ``"forked"``: two or more ranks that the doctor started for the test.
+        by: ``"launched"`` ranks, or ``"forked"`` or ``"spawned"``: two or more ranks that the doctor started for the test.
         ranks: the number of ranks.
         backend, device: the backend and device in use.
         rows: what was measured, one for each size.

@@ -1,4 +1,4 @@
-"""The intercepted calls that have more to them than arguments: what an interceptor gets, to run as it is or otherwise."""
+"""What an interceptor gets for calls that need more than their arguments: an object that runs the call, unchanged or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward reaches, by reading the autograd graph without changing it; and the mean over ranks, written into the loss (rule 5)."""
+"""Reads the autograd graph for what a backward reaches, without changing it; writes the mean over ranks into the loss (rule 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random streams of this rank: a shared set, on which all ranks draw the same, and a set of its own (contract, rule 4).
+"""The random streams of this rank: a shared set, from which all ranks draw the same, and this rank's own set (contract, rule 4).
 
 Each set has a stream of torch (with that of the current GPU), one of numpy and one of Python's ``random``. ``use`` says which libraries
 draw from this rank's own streams now. ``passes.py`` decides when.

@@ -1,4 +1,4 @@
-"""What parwrap puts into a store that several nodes share: JSON with a signature. Nothing else here reads or writes such a store.
+"""What parwrap puts into a store that several nodes share: JSON with a signature. Nothing else in parwrap uses such a store.
 
 A store on several nodes is a TCP port that others may reach. A value is never unpickled and never used as a path, its type is checked, and
 the signature covers the key too. torch's own keys in the store are not signed, so the network must be trusted.

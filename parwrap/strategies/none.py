@@ -1,4 +1,4 @@
-"""Every rank trains a model of its own on all of the data; nothing is averaged, and nothing is compared."""
+"""Every rank trains its own model on all of the data; nothing is averaged or compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of ``DataLoader``: the iterator that it keeps."""
+"""Private names of ``DataLoader``: the iterator that it keeps, and its workers, which a forked process forgets."""
 
 from __future__ import annotations
 
