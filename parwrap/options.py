@@ -128,7 +128,8 @@ class Options:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a positive number of megabytes.")
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         if seconds is not None and not (is_number(seconds) and seconds >= 0.001):  # torch counts milliseconds
-            raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds, 0.001 or more.")
+            problem = "is too small" if is_number(seconds) else "is not a finite number"
+            raise UsageError(f"timeout={self.timeout!r} {problem}: pass at least 0.001 seconds, or a timedelta.")
         for name, strategies in OF_STRATEGIES.items():
             if self._given(name) and self.strategy not in strategies:
                 raise UsageError(

@@ -184,10 +184,10 @@ def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str
         drops = {'uneven="pad"': 'uneven="drop" skips what does not divide evenly'} if uneven == "drop" else {}
         if loader.drop_last:
             drops["drop_last=False"] = f"drop_last=True drops a batch of fewer than {loader.batch_size} samples"
-        what = counted(len(loader.dataset), "sample") if is_plain(loader) else "a loader"  # type: ignore[arg-type]
+        of = f" of {counted(len(loader.dataset), 'sample')}" if is_plain(loader) else ""  # type: ignore[arg-type]
         raise UsageError(
-            f"{script_place()} would train on nothing: of {what}, one process reads {counted(whole, 'batch')} in a pass, and each of "
-            f"{size} ranks none, because {' and '.join(drops.values()) or 'its sampler gives none'}. Use "
+            f"{script_place()} would train on nothing: one process reads {counted(whole, 'batch')} of this loader{of} in a pass, but each "
+            f"of {size} ranks reads none, because {' and '.join(drops.values()) or 'its sampler yields none'}. Use "
             f'{" and ".join(drops) or "another sampler"}, or batch="global", which divides each batch, or start fewer ranks.'
         )
 

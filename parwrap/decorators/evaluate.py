@@ -208,9 +208,7 @@ class _JointCall:
             return [each for each, _, _ in gathered]
         rank, text, sent = failed
         if error is None:
-            error = RankMismatchError(
-                f"rank {rank} failed with {text} in {self.name}, which all ranks evaluate together. Mend the error of that rank."
-            )
+            error = RankMismatchError(f"rank {rank} failed with {text} in {self.name}, which all ranks run together. Fix this error.")
             if sent is not None:  # a script that catches the error stays in lockstep
                 sent.__cause__, error = error, sent
         raise _FailedError(error, f"rank {rank} failed with {text}")
@@ -301,7 +299,7 @@ def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception |
         result = call.run(evaluation)
         refuse_unrun(inspect.unwrap(call.function), result)
         if inspect.isgenerator(result):
-            raise UsageError(f"{call.name} returns a generator of a library, and ranks cannot send generators: return list(...).")
+            raise UsageError(f"{call.name} returns a generator, which ranks cannot send to each other: return list(...) of it.")
         return result, None
     except ParwrapError:
         raise

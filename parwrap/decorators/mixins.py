@@ -240,4 +240,5 @@ def _without_mixin(cls: type, methods: _Methods) -> UsageError:
 def _unknown(cls: type, unknown: list[str], known: set[str]) -> UsageError:
     close = [found for name in unknown for found in difflib.get_close_matches(name, sorted(known), n=1)]
     hint = f"did you mean {close[0]!r}?" if close else f"they take {', '.join(sorted(known))}."
-    return UsageError(f"{cls.__name__} has the class keyword {', '.join(unknown)}, which none of its mixins takes; {hint}")
+    keywords = "keyword" if len(unknown) == 1 else "keywords"
+    return UsageError(f"{cls.__name__} has the class {keywords} {' and '.join(unknown)}, which none of its mixins takes; {hint}")

@@ -101,7 +101,7 @@ def _measure(argv: Sequence[str]) -> int:
             f"one: give at most {gpus}, or add --backend gloo to time them nevertheless."
         )
     if given.steps < 1:
-        raise UsageError(f"--steps {given.steps} is not a positive number of steps.")
+        raise UsageError(f"--steps {given.steps} is not a positive number of steps: pass 1 or more.")
     if given.plot and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'parwrap[report]'.")
     points = [_point(ranks, asked) for ranks in sizes]
@@ -118,7 +118,7 @@ def _measure(argv: Sequence[str]) -> int:
 def _sizes(ranks: str) -> list[int]:
     sizes = [int(each) if each.strip().isdecimal() else 0 for each in ranks.split(",")]
     if len(sizes) < 2 or sizes != sorted(set(sizes)) or sizes[0] < 1:
-        raise UsageError(f"--ranks {ranks} is no list of two or more numbers of ranks in ascending order, such as 1,2,4.")
+        raise UsageError(f"--ranks {ranks} is not a list of two or more numbers of ranks in ascending order, such as 1,2,4.")
     return sizes
 
 

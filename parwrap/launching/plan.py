@@ -164,7 +164,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             "--log-dir DIR instead, for a file of what each rank prints."
         )
     if arguments.monitor_interval <= 0:
-        raise UsageError(f"--monitor-interval {arguments.monitor_interval:g} is not a positive number of seconds.")
+        raise UsageError(f"--monitor-interval {arguments.monitor_interval:g} is not a positive number of seconds: pass a number above 0.")
     if _is_only_node(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
@@ -428,8 +428,10 @@ def look_for(target: str, arguments: argparse.Namespace) -> None:
         raise LaunchError(f"cannot find the program {target}: pass its path, or the name of a program on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):
         hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
-        wrong = "correct its path" if os.path.isabs(target) else "its path is relative to the current directory"
-        raise LaunchError(f"cannot find the script {target}: {wrong}.{hint}")
+        if os.path.isabs(target):
+            raise LaunchError(f"cannot find the script {target}. Correct the path.{hint}")
+        there = f"{target} in {os.getcwd()}"
+        raise LaunchError(f"cannot find the script {there}. Correct the path, or change to the directory it is relative to.{hint}")
     if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
         raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: pass the path of a script in it.")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:

@@ -214,9 +214,9 @@ class Optimizers(Interceptor):
                 f"{line} begins a pass for every batch, and its last one is open until another begins. " if made.training.repeats else ""
             )
             raise UsageError(
-                f"{script_place()} trains {what} that {made.place} made inside the training pass at {line}, in an earlier batch. {because}"
-                "What is made inside a training pass belongs to one batch: each rank has its own, whose gradients are not averaged. "
-                f"Before the first pass at {line}, make what several batches train: there all ranks make the same."
+                f"{script_place()} trains {what}, which {made.place} created in an earlier batch of the training pass at {line}. {because}"
+                "A parameter created inside a training pass belongs to one batch: each rank has its own, and its gradient is not averaged. "
+                f"To train it in several batches, create it before the first pass at {line}; there, all ranks create the same one."
             )
 
     # steps and modes

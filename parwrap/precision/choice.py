@@ -60,7 +60,8 @@ def check(dtype: Any, level: str | None) -> None:
         raise UsageError(f"level={level!r} is not one of Apex's levels. {'; '.join(f'{name!r}: {each}' for name, each in LEVELS.items())}.")
     if dtype not in DTYPES:
         raise UsageError(
-            f"dtype={dtype!r} is not a dtype for mixed precision: use 'bf16', 'fp16' or 'auto', which is bf16 where the device supports it."
+            f"dtype={dtype!r} is not a dtype for mixed precision: use 'bf16', 'fp16' or 'auto', which is bf16 on devices that support it "
+            "and fp16 on others."
         )
     if level is not None and dtype != "auto":
         raise UsageError(f"level={level!r} sets the dtype, but dtype={dtype!r} is passed too: remove one of them.")

@@ -288,7 +288,9 @@ def _from_array(name: str, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype).reshape(array.shape))
     except TypeError:  # torch has no such dtype
         known = "complex128" if array.dtype.kind == "c" else "float64"
-        raise UsageError(f"parwrap.{name}() cannot add up arrays of {array.dtype}: pass x.astype(np.{known}).") from None
+        raise UsageError(
+            f"parwrap.{name}() cannot combine arrays of {array.dtype}, because torch has no such dtype: pass x.astype(np.{known})."
+        ) from None
 
 
 def _refuse_overflow(name: str, number: int, size: int) -> None:

@@ -177,7 +177,7 @@ def _claims(environ: Mapping[str, str]) -> Iterator[_Claim]:
         missing = tuple(name for name, value in zip(shown, (rank, size, local_rank), strict=True) if value is None)
         claim = _Claim(launcher, rank, size, local_rank, _local_size(environ, launcher, size), shown, missing, of_only_node)
         if not missing:
-            _check(claim)
+            _check(claim, environ)
         yield claim
         if launcher is LAUNCHERS[0]:  # set by the user
             return
@@ -196,7 +196,7 @@ def _local_size(environ: Mapping[str, str], launcher: Launcher, size: int | None
     return {1: size or 0, size: 1}.get(count, 0)
 
 
-def _check(claim: _Claim) -> None:
+def _check(claim: _Claim, environ: Mapping[str, str]) -> None:
     rank, size, local_rank = claim.names
     for name, value, limit, text in (
         (rank, claim.rank, claim.size, f"{size}={claim.size}"),
@@ -205,10 +205,13 @@ def _check(claim: _Claim) -> None:
         if not 0 <= (value or 0) < (limit or 0):
             raise LaunchError(f"{name}={value} does not fit {text}: ranks start at 0. Correct it, or unset all variables of its launcher.")
     if claim.local_size > (claim.size or 0):
-        raise LaunchError(
-            f"{claim.launcher.name} sets {claim.local_size} ranks on this node, which is more than {size}={claim.size}: correct the "
-            f"variables, or {BY_HAND}."
+        name = _first_set(environ, claim.launcher.local_size)
+        here = (
+            f"{name}={claim.local_size} ranks on this node"
+            if name
+            else f"{claim.local_size} ranks on this node, as {claim.launcher.name} says,"
         )
+        raise LaunchError(f"{here} are more than {size}={claim.size} ranks in all. Correct one of the two, or {BY_HAND}.")
 
 
 def _may_surround(inner: _Claim, other: _Claim) -> bool:

@@ -27,6 +27,7 @@ from parwrap.checks.same_step import NUMBERS, Entry
 from parwrap.errors import LockstepError, UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached
+from parwrap.places import script_place
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import Group
 from parwrap.torch_private.autograd import tensor_hooks
@@ -86,8 +87,8 @@ class GradientAverager:
     ) -> None:
         if len(kinds := {p.device.type for p in parameters}) > 1:
             raise UsageError(
-                f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, but torch's DistributedDataParallel averages "
-                "gradients on one kind of device only. Move the whole model to one device: model.to('cuda')."
+                f"the backward at {script_place()} leaves gradients on {' and '.join(sorted(kinds))}, but torch's DistributedDataParallel "
+                "averages gradients on one kind of device only. Move the whole model to one device: model.to('cuda')."
             )
         self.parameters, self.number, self._sparse, self._at_end, self._others = tuple(parameters), number, sparse, at_end, others
         self.ids = frozenset(map(id, self.parameters))

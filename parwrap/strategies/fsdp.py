@@ -128,7 +128,7 @@ class FSDP(DDP):
         kind = type(module).__name__
         for name, p in named.items():
             if tensor_hooks(p):
-                refuse_hook(f"on {name} of a {kind}")
+                refuse_hook(f"on {name} of the {kind} that {script_place()} calls")
         place, mine = script_place(), [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
 
         def error(all_ranks: list[Any]) -> Exception:

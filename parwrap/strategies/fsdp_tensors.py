@@ -163,7 +163,7 @@ class ShardedTensors:
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         name = getattr(func, "__name__", "")
         if func in HOOKS:
-            refuse_hook(f"at {script_place()} on a sharded parameter")
+            refuse_hook(f"that {script_place()} registers on a sharded parameter")
         if func is torch.autograd.grad:
             _refuse_grad()
         if name == "__get__" or func in NEEDS_NO_VALUES:
@@ -440,10 +440,10 @@ def refuse_alone(what: str) -> NoReturn:
 
 
 def refuse_hook(where: str) -> NoReturn:
-    """Raise :class:`UsageError` for a hook that torch would not call."""
+    """Raise :class:`UsageError` for a hook that torch would not call, or would call with a part of the gradient."""
     raise UsageError(
-        f"a hook {where} would never see a gradient: with strategy='fsdp', gradients are reduced before a hook sees them. Change p.grad "
-        "after backward(), or use strategy='ddp'."
+        f"a hook {where} would not get the gradient of the whole parameter: with strategy='fsdp', a backward computes that gradient for a "
+        "gathered copy, and the parameter gets only this rank's part of it. Change p.grad after backward(), or use strategy='ddp'."
     )
 
 

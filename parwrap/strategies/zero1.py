@@ -7,6 +7,7 @@ hides the gradients of the parameters that other ranks step. (Rajbhandari et al.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.skipped_steps import is_image
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place
-from parwrap.ranks.agreement import agree, agree_on, first_other
+from parwrap.ranks.agreement import agree, agree_on, first_difference, first_other
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
@@ -233,7 +234,8 @@ class _Shards:
         if not any(groups):
             return
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in group] for group in groups]
-        agree_on(self._group, "dealing out the state of an optimizer", shapes, _different_groups)
+        error = functools.partial(_different_groups, type(self._optimizer).__name__)
+        agree_on(self._group, "dealing out the state of an optimizer", shapes, error)
         self._owners = {p: self._owners[p] for p in parameters_of(self._optimizer) if p in self._owners}
         loads = [0] * self._group.world.size
         for p, owner in self._owners.items():
@@ -327,9 +329,14 @@ def _arrived(state: Any, device: torch.device) -> Any:
     return mapped(state, lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _FromGpu) else leaf)
 
 
-def _different_groups(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
-    rank, theirs = first_other(all_ranks)
+def _different_groups(optimizer: str, all_ranks: Sequence[list[Any]]) -> RankMismatchError:
+    every = [[(number, *each) for number, group in enumerate(groups) for each in group] for groups in all_ranks]
+    if all(each == every[0] for each in every):
+        rank, theirs = first_other(all_ranks)
+        found = f"rank 0 has {len(all_ranks[0])}, and rank {rank} has {len(theirs)}"
+    else:
+        at, mine, rank, theirs = first_difference(every, lambda each: f"one of shape {each[1]} and {each[2]} in group {each[0]}")
+        found = f"parameter {at} is {mine} on rank 0, and {theirs} on rank {rank}"
     return RankMismatchError(
-        f"the param_groups of an optimizer differ: rank 0 has {all_ranks[0]} and rank {rank} has {theirs}. Build the same "
-        "optimizers with the same parameters on every rank."
+        f"the param_groups of {optimizer} differ between ranks: {found}. Build the same optimizers with the same parameters on every rank."
     )

@@ -421,18 +421,23 @@ DROPS, DROPS_LAST = 'because uneven="drop" skips what does not divide evenly', "
 @pytest.mark.parametrize(
     ("uneven", "samples", "options", "text"),
     [
-        ("drop", 1, {}, f'of 1 sample, one process reads 1 batch in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"'),
+        (
+            "drop",
+            1,
+            {},
+            f'one process reads 1 batch of this loader of 1 sample in a pass, but each of 2 ranks reads none, {DROPS}. Use uneven="pad"',
+        ),
         (
             "drop",
             1,
             {"batch_sampler": [[0]]},
-            f'of a loader, one process reads 1 batch in a pass, and each of 2 ranks none, {DROPS}. Use uneven="pad"',
+            f'one process reads 1 batch of this loader in a pass, but each of 2 ranks reads none, {DROPS}. Use uneven="pad"',
         ),
         (
             "pad",
             5,
             {"batch_size": 4, "drop_last": True},
-            f"of 5 samples, one process reads 1 batch in .* because {DROPS_LAST}. Use drop_last=False",
+            f"one process reads 1 batch of this loader of 5 samples in .* because {DROPS_LAST}. Use drop_last=False",
         ),
         ("join", 5, {"batch_size": 4, "drop_last": True}, f"because {DROPS_LAST}. Use drop_last=False"),
         ("drop", 7, {"batch_size": 4, "drop_last": True}, f'{DROPS} and {DROPS_LAST}. Use uneven="pad" and drop_last=False'),

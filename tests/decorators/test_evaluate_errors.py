@@ -72,7 +72,7 @@ def test_what_cannot_be_exact_says_so():
             lambda loader: [*loader] and torch.nn.Linear(1, 1).named_parameters(),
             DataLoader(ten),
             UsageError,
-            r"returns a generator of a library, and ranks cannot send generators: return list\(\.\.\.\)\.",
+            r"returns a generator, which ranks cannot send to each other: return list\(\.\.\.\) of it\.",
         ),
     ]
     with parwrap.distributed():

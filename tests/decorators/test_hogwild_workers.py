@@ -129,7 +129,7 @@ def test_inside_another_strategy_it_is_refused():
         ({"workers": 0}, "workers=0 is not a positive integer"),
         ({"workers": 2.0}, "workers=2.0 is not a positive integer"),
         ({"lock": "yes"}, "lock='yes' is neither True nor False"),
-        ({"timeout": 0}, "timeout=0 is not a positive number of seconds"),
+        ({"timeout": 0}, "timeout=0 is too small: pass at least 0.001 seconds"),
         ({"seed": -1}, "seed=-1 is not an integer"),
         ({"worker": 2}, r"parwrap.hogwild has no option 'worker'; did you mean 'workers'\?"),
     ],

@@ -72,9 +72,9 @@ def test_the_table_says_what_twice_as_many_ranks_would_give():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--ranks", "2,1"], "--ranks 2,1 is no list of two or more numbers of ranks in ascending order, such as 1,2,4."),
-        (["--ranks", "2"], "--ranks 2 is no list of two or more numbers of ranks in ascending order, such as 1,2,4."),
-        (["--steps", "0"], "--steps 0 is not a positive number of steps."),
+        (["--ranks", "2,1"], "--ranks 2,1 is not a list of two or more numbers of ranks in ascending order, such as 1,2,4."),
+        (["--ranks", "2"], "--ranks 2 is not a list of two or more numbers of ranks in ascending order, such as 1,2,4."),
+        (["--steps", "0"], "--steps 0 is not a positive number of steps: pass 1 or more."),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, expected, tmp_path, monkeypatch, capsys):

@@ -135,7 +135,8 @@ def test_a_script_that_does_not_exist_is_refused(capsys):
     from parwrap.insight.verify import main
 
     assert 2 == main(["nowhere.py"])
-    assert "parwrap verify: cannot find the script nowhere.py: its path is relative to the current directory.\n" == capsys.readouterr().err
+    said = f"cannot find the script nowhere.py in {os.getcwd()}. Correct the path, or change to the directory it is relative to."
+    assert f"parwrap verify: {said}\n" == capsys.readouterr().err
 
 
 def train(model, loss_of, epochs=3):

@@ -190,7 +190,8 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch, capfd, script):
     [
         pytest.param(
             ["--nproc-per-node", "2", "no-such.py"],
-            "parwrap.run: cannot find the script no-such.py: its path is relative to the current directory.\n",
+            f"parwrap.run: cannot find the script no-such.py in {os.getcwd()}. Correct the path, or change to the directory it is relative "
+            "to.\n",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -158,9 +158,10 @@ def test_without_an_optimizer_bare_tensors_are_parameters():
 
 
 MODEL_LATER = (
-    r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass at "
-    r"(test_rule_six.py:\d+), in an earlier batch. What is made inside a training pass belongs to one batch: each rank has its own, whose "
-    r"gradients are not averaged. Before the first pass at \1, make what several batches train: there all ranks make the same."
+    r"test_rule_six.py:\d+ trains the parameters of a SGD, which test_rule_six.py:\d+ created in an earlier batch of the training pass at "
+    r"(test_rule_six.py:\d+). A parameter created inside a training pass belongs to one batch: each rank has its own, and its "
+    r"gradient is not averaged. To train it in several batches, create it before the first pass at \1; there, all ranks create the "
+    r"same one."
 )
 
 
@@ -265,7 +266,7 @@ def test_a_parameter_of_an_earlier_batch_that_a_backward_at_another_line_reaches
             else:
                 nn.functional.mse_loss(model(x + kept), y).backward()
 
-    text = r"test_rule_six.py:\d+ trains a parameter of shape \(2, 1\) that test_rule_six.py:\d+ made inside the training pass"
+    text = r"test_rule_six.py:\d+ trains a parameter of shape \(2, 1\), which test_rule_six.py:\d+ created in an earlier batch"
     with pytest.raises(UsageError, match=text):
         train()
 
@@ -373,6 +374,6 @@ def test_models_of_an_ensemble_are_made_before_the_first_pass_as_the_error_says(
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
     open_still = "" if held else r"\1 begins a pass for every batch, and its last one is open until another begins. "
-    text = rf"inside the training pass at (test_rule_six.py:\d+), in an earlier batch. {open_still}What is .* Before the first pass at \1, "
+    text = rf"in an earlier batch of the training pass at (test_rule_six.py:\d+). {open_still}A parameter .* before the first pass at \1; "
     with parwrap.distributed(batch="global"), pytest.raises(UsageError, match=text):
         list(ensemble(in_turn, held))

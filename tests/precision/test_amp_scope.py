@@ -100,7 +100,8 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
     [
         (
             {"dtype": "fp8"},
-            "dtype='fp8' is not a dtype for mixed precision: use 'bf16', 'fp16' or 'auto', which is bf16 where the device supports it.",
+            "dtype='fp8' is not a dtype for mixed precision: use 'bf16', 'fp16' or 'auto', which is bf16 on devices that "
+            "support it and fp16 on others.",
         ),
         (
             {"level": "O4"},

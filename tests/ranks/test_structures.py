@@ -125,7 +125,10 @@ def test_arrays_of_other_byte_orders_are_added_up_and_those_that_torch_does_not_
     for dtype in (">f8", ">i4", ">c16"):
         assert [2, 4] == parwrap.reduce_sum(np.array([1, 2], dtype)).tolist()
     for dtype, known in (np.longdouble, "float64"), (np.clongdouble, "complex128"):
-        with pytest.raises(UsageError, match=rf"reduce_sum\(\) cannot add up arrays of .*: pass x\.astype\(np\.{known}\)\."):
+        with pytest.raises(
+            UsageError,
+            match=rf"reduce_sum\(\) cannot combine arrays of .*, because torch has no such dtype: pass x\.astype\(np\.{known}\)\.",
+        ):
             parwrap.reduce_sum(np.ones(2, dtype))
 
 

@@ -223,7 +223,10 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 does not fit WORLD_SIZE=4: ranks start at 0"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit the 2 ranks of this node"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 does not fit"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "torchrun sets 9 ranks on this node, which is more than WORLD_SIZE=4"),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
+            "LOCAL_WORLD_SIZE=9 ranks on this node are more than WORLD_SIZE=4 ranks in all. Correct one of the two, or set",
+        ),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 must be at least 1"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port: use a number from 1 to 65535"),
         ({**OPEN_MPI, **TWO_NODES, "SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1' is not a JSON list of names"),

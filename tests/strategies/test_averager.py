@@ -19,8 +19,8 @@ from parwrap.strategies.ddp_averager import GradientAverager, _send
 def test_parameters_on_different_kinds_of_devices_are_an_error():
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]
     text = (
-        "a backward leaves gradients of parameters on cpu and meta, but torch's DistributedDataParallel averages gradients on one "
-        r"kind of device only. Move the whole model to one device: model.to\('cuda'\)."
+        r"the backward at test_averager.py:\d+ leaves gradients on cpu and meta, but torch's DistributedDataParallel averages gradients on "
+        r"one kind of device only. Move the whole model to one device: model.to\('cuda'\)."
     )
     with pytest.raises(UsageError, match=text):
         GradientAverager(current(), 1, parameters, frozenset(), lambda: None)

@@ -224,7 +224,9 @@ def test_other_groups_on_another_rank_are_an_error():
             p.grad = torch.ones_like(p)
         optimizer.step()
 
-    with pytest.raises(RankMismatchError, match=r"the param_groups of an optimizer differ: rank 0 has .* and rank 1 has .* Build the same"):
+    said = r"the param_groups of SGD differ between ranks: parameter 0 is one of shape \(.*\) and torch.float32 in group 0 on rank 0, and "
+    said += r"one of shape \(.*\) and torch.float32 in group 0 on rank 1. Build the same"
+    with pytest.raises(RankMismatchError, match=said):
         parwrap.distributed(strategy="zero1")(run)()
 
 
