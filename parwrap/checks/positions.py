@@ -227,8 +227,8 @@ class Positions:
     def _refuse_to_go_on(self) -> None:
         if self._came_apart and self._alike():
             raise LockstepError(
-                "the script has caught the error below, but other ranks may still wait for this one there, so it cannot go on. Let the "
-                f"error end the job. It was: {self._came_apart}"
+                "the script has caught the error below, but other ranks may still wait for this one there, so this rank cannot go on. "
+                f"Let the error end the job. It was: {self._came_apart}"
             )
 
     def _differs(self, other: int) -> bool:

@@ -27,8 +27,8 @@ SPREAD = 1024
 SHAPE, ORDER, NUMBERS, TEXTS = range(4)
 WHAT = {
     SHAPE: "datasets of different lengths, batches of different sizes or different samplers",
-    ORDER: "the samples in different orders: a split, a permutation, the seed or the epoch differs, or a rank has drawn more numbers or "
-    "read a pass more",
+    ORDER: "the samples in different orders: a split, a permutation, the seed or the epoch differs, or a rank has drawn more random "
+    "numbers or read one pass more",
     NUMBERS: "different numbers at the same places of the dataset",
 }
 

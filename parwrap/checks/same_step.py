@@ -241,9 +241,11 @@ class SameStep:
     def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:
         """Words for an error: in which backward this rank is, and in which the others are. Pages may show the same line for all."""
         rank, size = self._world.rank, self._world.size
-        others = f"{2 * mean - mine + 1:.0f} on the other rank" if size == 2 else f"{mean + 1:.4g} on average over the ranks"
+        others = (
+            f"the other rank in backward {2 * mean - mine + 1:.0f}" if size == 2 else f"the ranks on average in backward {mean + 1:.4g}"
+        )
         where = f"its pass over the loader at {training.place}" if training else "the script"
-        apart = "" if abs(mean - mine) <= TOLERANCE else f" (rank {rank} is in backward {mine + 1:.0f} of {where}, and it is {others})"
+        apart = "" if abs(mean - mine) <= TOLERANCE else f" (rank {rank} is in backward {mine + 1:.0f} of {where}, {others})"
         return f"their gradients belong to different steps{apart}"
 
     def close(self) -> None:

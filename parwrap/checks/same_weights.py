@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from parwrap.errors import RankMismatchError
+from parwrap.errors import RankMismatchError, counted, shortened
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Passes
@@ -75,8 +75,8 @@ def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = N
     return torch.stack([each.to(sums[0].device) for each in sums])
 
 
-def _hyperparameters(optimizer: Optimizer) -> str:
-    """The numbers and strings among the options of each group of parameters, as text. Tensors on a GPU are left out, to not wait for it."""
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The numbers and strings among the options of each group of parameters. Tensors on a GPU are left out, to not wait for it."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -84,7 +84,23 @@ def _hyperparameters(optimizer: Optimizer) -> str:
         return value if isinstance(value, (int, float, str)) else None
 
     groups = [sorted((name, mapped(value, shown)) for name, value in group.items() if name != "params") for group in optimizer.param_groups]
-    return repr([{name: value for name, value in group if value is not None} for group in groups])
+    return [{name: value for name, value in group if value is not None} for group in groups]
+
+
+def _first_option(first: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> str:
+    """Words for the first option that differs. Each group of parameters has the name of its optimizer's class, and its options.
+
+    >>> _first_option([("SGD", {"lr": 0.1})], [("SGD", {"lr": 0.2})]), _first_option([("SGD", {})], [("Adam", {})])
+    ('lr of SGD is 0.1 and 0.2', 'one has a group of SGD where the other has one of Adam')
+    """
+    for (name, mine), (other, options) in zip(first, theirs, strict=False):
+        if name != other:
+            return f"one has a group of {name} where the other has one of {other}"
+        for option in {**mine, **options}:
+            values = [shortened(repr(each[option]), 40) if option in each else "not set" for each in (mine, options)]
+            if repr(mine.get(option)) != repr(options.get(option)):
+                return f"{option} of {name} is {values[0]} and {values[1]}"
+    return f"one has {counted(len(first), 'group')} of parameters, the other {len(theirs)}"
 
 
 class SameWeights:
@@ -163,7 +179,7 @@ class SameWeights:
         trainable = self._modules.trainable(self.leaves_out)
         others = {} if self.owned_only else {number: p for number, p in trainable.items() if id(p) not in ids}
         parameters = [*owned, *others.values()]
-        options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
+        options = [(type(each).__name__, group) for each in optimizers for group in _hyperparameters(each)]
         frozen = [place for place, p in enumerate(owned) if not p.requires_grad]
         about = f"{options} {frozen}"
         sums = checksums(parameters, [*range(len(owned)), *others])
@@ -223,19 +239,24 @@ class SameWeights:
                     f"rank 0 trains {len(first.owned)} parameters {when}, but rank {rank} trains {len(theirs.owned)}. Build the same "
                     "models and optimizers on every rank."
                 )
-            if theirs.options != first.options:
+            if repr(theirs.options) != repr(first.options):
+                found = _first_option(first.options, theirs.options)
                 return RankMismatchError(
-                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {first.options} and {theirs.options}. "
-                    "Compute them from numbers that are the same on all ranks: a loss after its backward, or parwrap.reduce_sum(correct)."
+                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {found}. Compute them from numbers that "
+                    "are the same on all ranks: a loss after its backward, or parwrap.reduce_sum(correct)."
                 )
-            asks = [owned[place] for place in sorted({*first.frozen} ^ {*theirs.frozen})]
+            asks = [(owned[place], place in first.frozen) for place in sorted({*first.frozen} ^ {*theirs.frozen})]
             if not self.owned_only:
-                frozen = ({*first.frozen_others} & theirs.others.keys()) | ({*theirs.frozen_others} & first.others.keys())
-                asks += [p for number, p in self._modules.numbered().items() if number in frozen]
+                by_first = {*first.frozen_others} & theirs.others.keys()
+                frozen = by_first | ({*theirs.frozen_others} & first.others.keys())
+                asks += [(p, number in by_first) for number, p in self._modules.numbered().items() if number in frozen]
             if asks:
+                p, on_first = asks[0]
+                where, elsewhere = (0, rank) if on_first else (rank, 0)
                 return RankMismatchError(
-                    f"{self._modules.name_of(asks[0])} requires grad on rank 0 or on rank {rank}, but not on both, {when}. Freeze and "
-                    "unfreeze the same parameters on every rank, for example by an epoch or a loss after its backward."
+                    f"{self._modules.name_of(p)} is frozen (requires_grad=False) on rank {where}, but not on rank {elsewhere}, {when}. "
+                    "Freeze and unfreeze the same parameters on every rank. Decide by a number that all ranks share, such as the epoch or "
+                    "a loss after its backward."
                 )
             differ = [p for p, a, b in zip(owned, first.owned, theirs.owned, strict=True) if a != b]
             held = first.others.keys() & theirs.others.keys() & others.keys()
@@ -255,7 +276,7 @@ class _Weights(NamedTuple):
 
     Attributes:
         processor: what it computes on.
-        options: the options of its optimizers.
+        options: the options of each group of its optimizers, with the name of the optimizer's class.
         owned: the checksums of their parameters, in order.
         others: the checksums of other parameters of its modules, by their numbers.
         frozen: the places in ``owned`` of the parameters that do not require grad.
@@ -263,7 +284,7 @@ class _Weights(NamedTuple):
     """
 
     processor: str
-    options: str
+    options: list[tuple[str, dict[str, Any]]]
     owned: list[int]
     others: dict[int, int]
     frozen: list[int]

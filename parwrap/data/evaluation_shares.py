@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.samplers import block, copied_with
-from parwrap.errors import RankMismatchError, UsageError
+from parwrap.errors import RankMismatchError, UsageError, counted
 from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.random_streams import get_states, set_states, states_kept
 from parwrap.places import script_place
+from parwrap.ranks.agreement import first_other
 from parwrap.ranks.group import is_alone
 
 __all__ = ["Evaluation", "Reading", "check", "reads_and_calls", "rows_of"]
@@ -202,7 +203,7 @@ class Evaluation(Interceptor):
 
     def _in_turn(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
         batched = loader.batch_sampler is not None
-        counted = copied_with(loader, collate_fn=Counted(loader.collate_fn)) if batched else loader
+        copy = copied_with(loader, collate_fn=Counted(loader.collate_fn)) if batched else loader
         reading.in_turn = True
 
         def begin(first: list) -> tuple[int, int]:
@@ -215,7 +216,7 @@ class Evaluation(Interceptor):
             if self._rank < self.readers:
                 reading.planned = len(range(self._rank, batches, self.readers))
 
-        batches = original(counted)
+        batches = original(copy)
         turns = iter(Turns(batches, self._size, begin, ended))
         return _Read(batches, reading, turns, rows=not batched, counted=batched)
 
@@ -247,9 +248,9 @@ class Evaluation(Interceptor):
         readers = min(self.readers, batches) or self.readers
         if readers < self.readers and any(reading.planned for reading in self.readings):
             raise UsageError(
-                f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a larger "
-                "one. Some ranks have a part of the larger loader, but no batch of this one: read the smallest loader first, or decorate "
-                "one function per loader."
+                f"{script_place()} evaluates a DataLoader of {counted(batches, 'batch')} on {self._size} ranks, after a larger one in the "
+                "same function. Some ranks have a part of the larger loader, but no batch of this one: read the smallest loader first, or "
+                "decorate one function per loader."
             )
         self.readers = readers
         return readers
@@ -317,7 +318,7 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
         UsageError: a rank did not read its part to the end.
     """
     if len({len(readings) for readings in ranks}) > 1:
-        numbers = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))
+        numbers = _different([len(readings) for readings in ranks])
         raise RankMismatchError(
             f"the ranks iterated over loaders a different number of times in an evaluation: {numbers}. Read the same loaders on every rank."
         )
@@ -337,7 +338,7 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
                     "as one over a Subset."
                 )
         if len({reading.batches for reading in of_all}) > 1:
-            numbers = ", ".join(f"{reading.batches} on rank {rank}" for rank, reading in enumerate(of_all))
+            numbers = _different([reading.batches for reading in of_all])
             raise RankMismatchError(
                 f"the ranks drew different numbers of batches to evaluate at {place}: {numbers}. Let the sampler draw the same batches on "
                 "every rank: seed it alike."
@@ -345,13 +346,23 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
     return [list(readings) for readings in zip(*begun, strict=True)] or [[] for _ in ranks]
 
 
+def _different(of_each: list[Any]) -> str:
+    """The number of rank 0, and that of the first rank that has another.
+
+    >>> _different([4, 4, 5, 6])
+    '4 on rank 0 and 5 on rank 2'
+    """
+    rank, other = first_other(of_each)
+    return f"{of_each[0]} on rank 0 and {other} on rank {rank}"
+
+
 def _refuse_unreadable(loader: DataLoader) -> None:
     """Raise :class:`UsageError` for a loader whose samples the ranks together cannot read exactly once."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
-            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which yields a part of the "
-            "samples: remove that sampler, because @parwrap.evaluate divides the samples itself and uses each one once."
+            f"{script_place()} evaluates a DataLoader that has its own DistributedSampler, for {sampler.num_replicas} replicas. "
+            "@parwrap.evaluate divides the samples itself, and uses each one once: remove that sampler."
         )
     draws: Any = sampler if loader.batch_sampler is None else loader.batch_sampler
     if not isinstance(loader.dataset, IterableDataset) and hasattr(draws, "__len__") and len(draws) > MOST:
@@ -359,14 +370,16 @@ def _refuse_unreadable(loader: DataLoader) -> None:
 
 
 def _endless() -> UsageError:
-    return UsageError(f"a loader has more than {MOST} batches, and an evaluation reads it to its end: use a sampler that ends.")
+    return UsageError(
+        f"the loader at {script_place()} has more than {MOST} batches, and an evaluation reads it to its end: use a sampler that ends."
+    )
 
 
 def reads_and_calls() -> UsageError:
     """The error of an evaluation that reads a loader and has another evaluation inside it."""
     return UsageError(
-        "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result already "
-        "covers all ranks: decorate only one of the two."
+        f"at {script_place()}, a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, "
+        "whose result already covers all ranks: decorate only one of the two."
     )
 
 

@@ -347,9 +347,9 @@ class Loaders(Sources, Interceptor):
         """Refuse to divide each batch of a sampler that has divided the dataset already."""
         if self._options().batch == "global" and (loader.batch_size or loader.batch_sampler) is not None:
             raise UsageError(
-                f'batch="global" divides each batch among the ranks, but the {type(sampler).__name__} of a DataLoader has divided the '
-                "dataset already, in its own way. Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that sampler "
-                "if it takes them, or write another sampler."
+                f'{script_place()} reads a DataLoader whose {type(sampler).__name__} has divided the dataset already, but batch="global" '
+                "divides each batch of the whole dataset. Make every rank draw the whole batches: pass num_replicas=1 and rank=0 to that "
+                "sampler if it takes them, or write another sampler."
             )
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, size: int) -> DistributedSampler:
@@ -424,7 +424,7 @@ class Loaders(Sources, Interceptor):
         elif not shared and not known.said_length and length != (share := self._share_length(loader, whole)):
             known.said_length = True
             warn(
-                f"parwrap: len(loader) is {length} at {script_place()}, as in the loader's last pass, which read everything, but a "
+                f"parwrap: len(loader) is {length} at {script_place()}, because the loader's last pass read everything, but a "
                 f"training pass has {share} batches on each rank. For the mean of a training pass, ask for len(loader) before you read "
                 "everything, or count its batches."
             )
@@ -459,8 +459,8 @@ class Loaders(Sources, Interceptor):
         if now != length:
             warn(
                 f"parwrap: len(loader) was {length} at {place}, before the loader was trained on, but the training pass at {opened.place} "
-                f"has {now} batches on each rank. A schedule of {length} steps is wrong. Write loader = parwrap.shard(loader) where the "
-                "loader is made, so that its length is that of a share from the beginning."
+                f"has {now} batches on each rank. A schedule built from {length} steps is wrong. Write loader = parwrap.shard(loader) "
+                "where the loader is made, so that its length is that of a share from the beginning."
             )
 
     def known(self, loader: DataLoader) -> _Known:

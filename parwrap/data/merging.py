@@ -138,9 +138,11 @@ class _Merge:
 
     def _dict(self, kind: str, results: list[dict], name: str) -> dict:
         keys = dict.fromkeys(key for each in results for key in each)
-        if kind == "mean" and any(each.keys() != keys.keys() for each in results):
+        lacking = ((rank, key) for rank, each in enumerate(results) for key in keys if key not in each)
+        if kind == "mean" and (found := next(lacking, None)) is not None:
             raise UsageError(
-                f"evaluate(reduce='mean'): {name} has different keys on some ranks: use reduce='sum', or return the same keys on all ranks."
+                f"evaluate(reduce='mean'): {name} has the key {found[1]!r} on some ranks, but not on rank {found[0]}: use reduce='sum', or "
+                "return the same keys on all ranks."
             )
         of = copy.copy(results[0])
         for key in keys:
@@ -325,7 +327,9 @@ def _same(kind: str, results: list[Any], name: str) -> Any:
 
 
 def _differ(kind: str, name: str, how: str, values: Iterable[Any], then: str = "") -> UsageError:
-    return UsageError(f"evaluate(reduce={kind!r}): {name} {how} on some ranks: the ranks have {', '.join(map(str, values))}.{then}")
+    texts = [str(each) for each in values]
+    other = next((each for each in texts if each != texts[0]), texts[-1])
+    return UsageError(f"evaluate(reduce={kind!r}): {name} {how} on some ranks: {texts[0]} on one and {other} on another.{then}")
 
 
 def _no_mean(name: str) -> UsageError:

@@ -205,10 +205,10 @@ def _check(claim: _Claim, environ: Mapping[str, str]) -> None:
         if not 0 <= (value or 0) < (limit or 0):
             raise LaunchError(f"{name}={value} does not fit {text}: ranks start at 0. Correct it, or unset all variables of its launcher.")
     if claim.local_size > (claim.size or 0):
-        name = _first_set(environ, claim.launcher.local_size)
+        variable = _first_set(environ, claim.launcher.local_size)
         here = (
-            f"{name}={claim.local_size} ranks on this node"
-            if name
+            f"{variable}={claim.local_size} ranks on this node"
+            if variable
             else f"{claim.local_size} ranks on this node, as {claim.launcher.name} says,"
         )
         raise LaunchError(f"{here} are more than {size}={claim.size} ranks in all. Correct one of the two, or {BY_HAND}.")

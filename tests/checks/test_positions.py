@@ -223,8 +223,8 @@ def test_a_rank_that_has_found_the_others_apart_does_not_go_on(pages):
         with pytest.raises(LockstepError) as caught:
             go_on()
         assert str(caught.value) == (
-            "the script has caught the error below, but other ranks may still wait for this one there, so it cannot go on. Let the error "
-            f"end the job. It was: {found.value}"
+            "the script has caught the error below, but other ranks may still wait for this one there, so this rank cannot go on. Let the "
+            f"error end the job. It was: {found.value}"
         )
     with pytest.raises(LockstepError, match=r"rank 1 is in parwrap\.gather at train\.py:5"):
         first.enter(CONTROL, 3, "parwrap.barrier at train.py:9")

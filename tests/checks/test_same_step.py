@@ -29,7 +29,7 @@ def stops_early(rank):
 def test_the_error_says_in_which_backward_of_a_pass_each_of_two_ranks_is():
     own, others = [(2, 1), (1, 2)][parwrap.rank()]
     here = rf"rank {parwrap.rank()} is in backward {own} of its pass over the loader at test_same_step\.py:\d+"
-    said = rf"different steps \({here}, and it is {others} on the other rank\):"
+    said = rf"different steps \({here}, the other rank in backward {others}\):"
     with pytest.raises(LockstepError, match=said):
         parwrap.distributed(stops_early)(1)
 
@@ -37,6 +37,6 @@ def test_the_error_says_in_which_backward_of_a_pass_each_of_two_ranks_is():
 @pytest.mark.ranks(3, fresh=True)
 def test_of_more_ranks_it_says_the_average():
     own = [2, 2, 1][parwrap.rank()]
-    said = rf"rank {parwrap.rank()} is in backward {own} of its pass .*, and it is 1\.667 on average over the ranks\)"
+    said = rf"rank {parwrap.rank()} is in backward {own} of its pass .*, the ranks on average in backward 1\.667\)"
     with pytest.raises(LockstepError, match=said):
         parwrap.distributed(stops_early)(2)

@@ -154,8 +154,8 @@ def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_
         with pytest.warns(
             UserWarning,
             match=r"parwrap: len\(loader\) was 5 at test_lengths.py:\d+, before the loader was trained on, but the training pass at "
-            r"training.py:\d+ has 3 batches on each rank. A schedule of 5 steps is wrong. Write loader = parwrap.shard\(loader\) where the "
-            "loader is made, so that its length is that of a share from the beginning.",
+            r"training.py:\d+ has 3 batches on each rank. A schedule built from 5 steps is wrong. Write loader = parwrap.shard\(loader\) "
+            "where the loader is made, so that its length is that of a share from the beginning.",
         ):
             training.train(loader)
 
@@ -176,7 +176,7 @@ def test_a_length_after_a_pass_that_reads_everything_of_a_loader_that_trains_is_
     assert (3, [5, 5]) == (right, lengths)
     (text,) = [str(each.message) for each in said]
     assert text == (
-        f"parwrap: len(loader) is 5 at test_lengths.py:{said[0].lineno}, as in the loader's last pass, which read everything, but a "
+        f"parwrap: len(loader) is 5 at test_lengths.py:{said[0].lineno}, because the loader's last pass read everything, but a "
         "training pass has 3 batches on each rank. For the mean of a training pass, ask for len(loader) before you read everything, or "
         "count its batches."
     )

@@ -148,7 +148,12 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
     [
         ("mean", {"n": 3}, {"n": 3}, f"evaluate(reduce='mean'): the result['n'] {WHOLE}"),
         ("mean", torch.tensor(3), torch.tensor(3), f"evaluate(reduce='mean'): the result {WHOLE}"),
-        ("gather", [1], (1,), "evaluate(reduce='gather'): the result has a different type on some ranks: the ranks have list, tuple."),
+        (
+            "gather",
+            [1],
+            (1,),
+            "evaluate(reduce='gather'): the result has a different type on some ranks: list on one and tuple on another.",
+        ),
         ("gather", 3, 4, "evaluate(reduce='gather'): the result is a number, 3: return a list or a tensor, or use 'sum' for"),
         ("gather", torch.tensor(3.0), torch.tensor(3.0), "has shapes that cannot be concatenated along the first dimension: [], []."),
         (
@@ -161,14 +166,14 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             "sum",
             "a",
             "b",
-            "evaluate(reduce='sum'): the result has a different value on some ranks: the ranks have 'a', 'b'. A str is kept "
+            "evaluate(reduce='sum'): the result has a different value on some ranks: 'a' on one and 'b' on another. A str is kept "
             "only if all ranks return the same one: return a number or a tensor, or pass a function as reduce.",
         ),
         (
             "sum",
             (True,),
             (False,),
-            "evaluate(reduce='sum'): the result[0] has a different value on some ranks: the ranks have True, False. A bool is",
+            "evaluate(reduce='sum'): the result[0] has a different value on some ranks: True on one and False on another. A bool is",
         ),
         (
             "sum",
@@ -176,19 +181,19 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             torch.tensor([True]),
             "the result is a tensor of bools, which have no sum: return a count, such as `mask.sum()`, or pass a function as reduce.",
         ),
-        ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on some ranks: the ranks have 1, 2."),
+        ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on some ranks: 1 on one and 2 on another."),
         (
             "sum",
             torch.ones(1),
             torch.ones(2),
-            "the result has a different shape on some ranks: the ranks have [1], [2]. For predictions, use",
+            "the result has a different shape on some ranks: [1] on one and [2] on another. For predictions, use",
         ),
         ("sum", {1}, {2}, "evaluate(reduce='sum'): the result is a set, which cannot be merged: return numbers,"),
         (
             "mean",
             {"a": 1.0},
             {"b": 1.0},
-            "evaluate(reduce='mean'): the result has different keys on some ranks: use reduce='sum', or",
+            "evaluate(reduce='mean'): the result has the key 'b' on some ranks, but not on rank 0: use reduce='sum', or",
         ),
         (
             {"a": "sum"},
@@ -203,7 +208,7 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             "sum",
             Report(1.0, (None,)),
             Report(1.0, (2,)),
-            "evaluate(reduce='sum'): the result.scores[0] has a different value on some ranks: the ranks have None, 2.",
+            "evaluate(reduce='sum'): the result.scores[0] has a different value on some ranks: None on one and 2 on another.",
         ),
     ],
 )

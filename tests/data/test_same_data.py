@@ -116,7 +116,7 @@ def test_digits_fit_in_half_a_float16():
         ({0, 2}, "datasets of different lengths, batches of different sizes or different samplers"),
         (
             {1},
-            "the samples in different orders: a split, .* the epoch differs, or a rank has drawn more numbers or read a pass more",
+            "the samples in different orders: a split, .* the epoch differs, or a rank has drawn more random numbers or read one pass more",
         ),
         ({2, 3}, "different numbers at the same places of the dataset"),
     ],
