@@ -51,11 +51,12 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"parwrap.gather_with_grad() takes a tensor, not {type(x).__name__}: call it once for each tensor.")
     if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):
-        what = f"one of shape {list(x.shape)}, {x.dtype}, {x.layout}"
-        raise UsageError(
-            "parwrap.gather_with_grad() takes a dense tensor with one row per sample, and with a real dtype if it requires a gradient, "
-            f"not {what}."
-        )
+        problem = "is complex and requires a gradient: pass torch.view_as_real(x)"
+        if x.layout != torch.strided:
+            problem = f"has the layout {x.layout}: pass x.to_dense()"
+        elif x.dim() == 0:
+            problem = "has no dimension: pass one row for each sample"
+        raise UsageError(f"parwrap.gather_with_grad() gathers the rows of dense tensors, but this one {problem}.")
     return cast(torch.Tensor, _from_all_ranks(x))
 
 

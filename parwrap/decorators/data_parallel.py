@@ -65,8 +65,8 @@ class data_parallel(ScopeDecorator):
             )
         if loss not in (None, "mean", "sum"):
             raise UsageError(
-                f"loss={loss!r} is neither 'mean' nor 'sum'. loss= says which of the two a scalar that the model returns is, over the "
-                "samples of its batch; leave it out if the model returns none."
+                f"loss={loss!r} is neither 'mean' nor 'sum'. loss= says whether a scalar that the model returns is the mean or the sum "
+                "over the samples of its batch. Leave it out if the model returns no scalar."
             )
         self._named = None if device_ids == "all" else _devices(device_ids)
         self._gather, self._loss = gather, loss

@@ -649,5 +649,5 @@ def _stand_aside(what: str) -> None:
     """Print that parwrap only starts the ranks, because the script calls ``what`` itself."""
     say(
         f"this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own distributed "
-        "code to let parwrap shard loaders and average gradients, or add --plain, which gives it torchrun's variables."
+        "code to let parwrap shard loaders and average gradients, or add --plain, which gives the script torchrun's variables."
     )

@@ -403,16 +403,15 @@ def _results(parts: list[Part]) -> list[Any]:
 
 def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Part]) -> str:
     """Words for what differs, and for the ``reduce`` that would be right, if there is one."""
-    where = f"; {differing[0][0]}" if differing[0][0] else ""
     shared, of_all = _where_they_differ(*(" ".join(repr(each).split()) for each in differing[0][1:]))
-    text = f"merged by reduce={call.reduce!r}{where} is {shared}, but {of_all} for all of the data."
+    text = f"the result{differing[0][0]} is {shared} when merged by reduce={call.reduce!r}, but {of_all} for all of the data."
     if not isinstance(call.reduce, str) or call.reduce not in OTHERS:
         return text
     name, why = OTHERS[call.reduce]
     with suppress(UsageError):
         if not compared(whole, merged(name, parts), _results(parts)).differing:
             return f'{text} It is right with reduce="{name}": {why}.'
-    return f"{text} It is no {call.reduce} over parts, or it changes with random numbers, as in dropout."
+    return f"{text} It is not a {call.reduce} over parts, or it depends on random numbers, as with dropout."
 
 
 def _where_they_differ(one: str, other: str) -> tuple[str, str]:

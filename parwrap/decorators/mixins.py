@@ -137,7 +137,7 @@ def _names(cls: type[_Mixin], methods: _Methods) -> list[str]:
     """The methods to decorate: the usual ones, and those that the class and its bases name."""
     named = cls.__dict__.get(methods.named_in, ())
     if isinstance(named, str):
-        raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}: use a tuple, such as ({named!r},).")
+        raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}, not a tuple of names: write ({named!r},).")
     for name in named:
         if inspect.getattr_static(cls, name, None) is None:
             raise UsageError(
@@ -234,7 +234,9 @@ def _without_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]], o
 
 def _without_mixin(cls: type, methods: _Methods) -> UsageError:
     other = EVALUATING if methods is TRAINING else TRAINING
-    return UsageError(f"{cls.__name__} has {methods.named_in}, but no mixin that uses it: its mixins use {other.named_in}.")
+    return UsageError(
+        f"{cls.__name__} has {methods.named_in}, but no mixin that uses it: its mixins use {other.named_in}. Write that instead."
+    )
 
 
 def _unknown(cls: type, unknown: list[str], known: set[str]) -> UsageError:

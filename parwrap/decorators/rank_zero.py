@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from parwrap.decorators.distributed import draws_put_back
 from parwrap.decorators.scope import Call, ScopeDecorator, describe
 from parwrap.errors import RankMismatchError, RankZeroError, UsageError, in_one_line
+from parwrap.places import script_place
 from parwrap.rank_zero import files
 from parwrap.rank_zero.path_rules import every_rank_writing
 from parwrap.ranks.collectives import broadcast
@@ -72,7 +73,7 @@ class rank_zero_only(ScopeDecorator):
                 if self._broadcast:
                     raise UsageError(
                         f"{describe(function)} sends rank 0's result to the other ranks, but is called inside rank_zero_first, where "
-                        "these wait until rank 0 has left the block. Call it before the block, or leave out broadcast=True."
+                        "they wait until rank 0 has left the block. Call it before the block, or leave out broadcast=True."
                     )
                 _left_to_rank_zero()
                 return None
@@ -115,7 +116,8 @@ class rank_zero_first(ScopeDecorator):
                         opened.crossed()
                     _store(group).set(through, "")
             else:
-                _wait(group, through, lambda: "the block of rank_zero_first", "the first rank of this node" if self._local else "rank 0")
+                block = f"the block of rank_zero_first at {script_place()}"
+                _wait(group, through, lambda: block, "the first rank of this node" if self._local else "rank 0")
                 yield
         if opened and not first:
             opened.crossed()
@@ -156,7 +158,7 @@ def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], k
     if group.world.rank > 0:
         _left_to_rank_zero()
         if failure := _wait(group, outcome, functools.partial(describe, function)):
-            raise RankZeroError(f"rank 0 failed in {describe(function)}, whose result this rank waits for: {failure}")
+            raise RankZeroError(f"rank 0 failed with {failure} in {describe(function)}, whose result this rank waits for. Fix this error.")
         return broadcast(None)
     try:
         with _running_alone():

@@ -107,7 +107,7 @@ def threads(facts: Facts) -> Iterator[Finding]:
             why = f"{'each' if here > 1 else 'it'} may use {cores.usable} of {cores.present} cores"
         who = "1 rank computes" if here == 1 else f"{here} ranks compute"
         yield Finding(
-            f"{who} with {cores.threads} threads{'' if here == 1 else ' each'}, and {why}: they wait for each other",
+            f"{who} with {cores.threads} threads{'' if here == 1 else ' each'}, and {why}: the threads wait for each other",
             f"export OMP_NUM_THREADS={max(1, min(int(least // here), cores.usable))}",
         )
 

@@ -205,11 +205,11 @@ def _refuse_fork(who: str) -> None:
     if multiprocessing.current_process().daemon:
         problem = "a daemonic process of multiprocessing cannot start processes: make this call in the main process"
     elif _cuda_has_started():
-        problem = "CUDA has started here, and does not work after a fork: make this call before anything is on a GPU and before "
+        problem = "CUDA has started here and does not work after a fork: make this call before anything is on a GPU and before "
         problem += "torch.cuda.is_available() is called, or use start_method='spawn'"
     else:
         return
-    raise UsageError(f"{who} forks ranks from this process, and {problem}.")
+    raise UsageError(f"{who} forks ranks from this process, but {problem}.")
 
 
 def _cuda_has_started() -> bool:
@@ -356,9 +356,7 @@ class _Rank:
 def _ending_of(code: int | None) -> str:
     """How a process has ended, in words. ``code`` is its exit code, or ``None`` if the code is unknown."""
     if code is None:
-        return (
-            "ended, with an exit code that something else in this process collected, such as a SIGCHLD handler that waits for all children,"
-        )
+        return "ended (something else in this process, such as a SIGCHLD handler that waits for all children, has collected its exit code)"
     return how_ended(code)
 
 

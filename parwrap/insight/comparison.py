@@ -319,7 +319,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
     elif factor is not None and not math.isclose(factor, 1, rel_tol=near):
         reasons.append(
             f"every gradient is {factor:.4g} times that of one process: the loss is divided by a number other than that of its samples. "
-            "Divide by the number of all ranks, `parwrap.mean_over_ranks(sum, count)`"
+            "Divide by the number over all ranks, `parwrap.mean_over_ranks(sum, count)`"
         )
     if one.draws_training or several.draws_training:
         reasons.append(
@@ -336,7 +336,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
             "in float32, nothing else is wrong, and --tolerance allows larger differences"
         )
     return reasons or [
-        "the loss is no mean over samples: it is divided by a number of the rank's part (a masked mean: "
+        "the loss is not a mean over samples: it is divided by a number of the rank's part (a masked mean: "
         "`parwrap.mean_over_ranks(sum, count)`), or it compares the samples of a batch (in-batch negatives: `parwrap.gather_with_grad`) or "
         "lets them decide together"
     ]

@@ -136,7 +136,7 @@ def _point(ranks: int, asked: Asked) -> Point:
             )
         timed: dict[str, Any] = json.loads(file.read_text())
     if not timed["samples"]:
-        raise UsageError(f"{asked.script[0]} reads no DataLoader, so its samples cannot be counted.")
+        raise UsageError(f"{asked.script[0]} reads no DataLoader, so its samples cannot be counted: read them with a torch DataLoader.")
     return Point(ranks, timed["samples"] / timed["seconds"], timed["seconds"] / timed["steps"])
 
 

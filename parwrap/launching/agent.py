@@ -228,7 +228,8 @@ def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
             f"fewer than {plan.nodes[0]} nodes joined at {host} port {port} in time: check that all nodes were started with the same "
             "--nnodes and --rdzv-id, and that the first node has that address."
         )
-    return f"the nodes lost their connection at {host} port {port}: {text.partition(chr(10))[0]}"
+    lost = text.partition("\n")[0].rstrip(".")
+    return f"the nodes lost their connection at {host} port {port}: {lost}. See why the first node ended, and start the job again."
 
 
 def _ends_by_exit_code(failures: Path, nodes: Nodes, messages: list[tuple[int, float]]) -> Callable:

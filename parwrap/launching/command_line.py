@@ -80,7 +80,7 @@ def _in_full(parser: argparse.ArgumentParser, name: str, written: str) -> str:
     if len(meant) > 1:
         several = sorted(action.option_strings[0] for action in meant.values())
         named = f"{', '.join(several[:-1])} or {several[-1]}"
-        raise UsageError(f"{name} is ambiguous: {named}. Your script's own options go after its name.")
+        raise UsageError(f"{name} is ambiguous: it may mean {named}. Write it in full. Your script's own options go after its name.")
     if not meant:
         raise UnknownOptionError(written)
     (action,) = meant.values()

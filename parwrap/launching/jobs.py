@@ -84,7 +84,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
     for given in [option for option in RENDEZVOUS_OPTIONS if getattr(arguments, option) is not None]:
         number = next(action.option_strings[0] for action in parser._actions if action.dest == "nodes")
         instead = f"set their number with {number} N" if given == "nnodes" else "remove it"
-        raise UsageError(f"--{given.replace('_', '-')} is set by --launcher {name}, because it connects the nodes: {instead}.")
+        raise UsageError(f"--{given.replace('_', '-')} is set by --launcher {name}, which connects the nodes: {instead}.")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_options(own)
     own.add_argument("--launcher")

@@ -153,10 +153,9 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             "use --backend gloo to let ranks share GPUs."
         )
     script = _script(arguments, options, decorators(arguments), here)
-    if arguments.all_ranks and _torchrun_logs(arguments):
+    if arguments.all_ranks and (logs := _torchrun_logs(arguments)):
         raise UsageError(
-            "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
-            "others."
+            f"--all-ranks and {' and '.join(logs)} control what ranks print in different ways: remove --all-ranks or {' and '.join(logs)}."
         )
     if not arguments.plain and "0" not in (arguments.local_ranks_filter or "0").split(","):
         raise UsageError(
@@ -173,9 +172,8 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     in_this_process = ranks == 1 and _needs_no_agent(arguments)
     if outer and not in_this_process:
         raise UsageError(
-            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but some options apply only when parwrap.run "
-            "starts ranks: remove --plain, --max-restarts and the options for logs and rendezvous, or add --standalone for a separate "
-            "run in each process."
+            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but only a parwrap.run that starts ranks can use "
+            f"{_for_the_agent(arguments)}: remove {_for_the_agent(arguments)}, or add --standalone for a separate run in each process."
         )
     notice = of_sharing(ranks, gpus, "--backend gloo") if share else ""
     if alone_by_default and in_this_process:
@@ -447,9 +445,17 @@ def _needs_no_agent(arguments: argparse.Namespace) -> bool:
     return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
 
 
-def _torchrun_logs(arguments: argparse.Namespace) -> bool:
-    """Whether the options ask for torchrun's own logs."""
-    return (arguments.redirects, arguments.tee, arguments.local_ranks_filter) != ("0", "0", "")
+def _for_the_agent(arguments: argparse.Namespace) -> str:
+    """The options that :func:`_needs_no_agent` rules out, in words."""
+    found = [name for name, given in (("--plain", arguments.plain), ("--max-restarts", arguments.max_restarts)) if given]
+    found += ["--log-dir"] * bool(arguments.log_dir) + _torchrun_logs(arguments)
+    return " and ".join(found + ["the options of the rendezvous"] * (arguments.rdzv_backend != ONE_NODE))
+
+
+def _torchrun_logs(arguments: argparse.Namespace) -> list[str]:
+    """The given options that ask for torchrun's own logs."""
+    defaults = {"redirects": "0", "tee": "0", "local_ranks_filter": ""}
+    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(arguments, name) != default]
 
 
 def _variables(arguments: argparse.Namespace, threads: int, share: bool) -> dict[str, str]:
@@ -569,12 +575,13 @@ def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], 
     """Set the option ``name`` unless it is given: from its ``PET_*`` variable, else from the launcher, else torchrun's default."""
     if getattr(arguments, name) is not None:
         return
-    value = environ.get(f"PET_{name.upper()}") or from_launcher.get(name) or TORCHRUNS.get(name)
+    of_torchrun = f"PET_{name.upper()}"
+    value = environ.get(of_torchrun) or from_launcher.get(name) or TORCHRUNS.get(name)
     if isinstance(value, str) and name in ("node_rank", "master_port"):
         if not value.strip().isdecimal():
             raise LaunchError(
-                f"the environment sets --{name.replace('_', '-')} to {value!r}, which is not an integer: correct the variable, or pass the "
-                "option on the command line."
+                f"the environment sets --{name.replace('_', '-')} to {value!r}, which is not an integer: correct "
+                f"{of_torchrun if environ.get(of_torchrun) else 'the variable'}, or pass the option on the command line."
             )
         value = int(value)
     setattr(arguments, name, value)

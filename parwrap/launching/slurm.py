@@ -153,7 +153,7 @@ def launch(job: Job) -> int:
             _slurm("scancel", *where, number)
         except _Refused as refused:
             raise LaunchError(
-                f"job {number} is still running, because scancel failed: {refused}: cancel it with `scancel {number}`."
+                f"job {number} is still running, because scancel failed: {refused}. Try again with `scancel {number}`."
             ) from None
         print_line(f"cancelled job {number}")
         return 130

@@ -50,9 +50,9 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "seed": {"type": _whole, "metavar": "N", "help": "of torch, numpy and python on all ranks"},
     "batch": {"metavar": "per-rank|global", "help": "whole batches each, or parts of each; per-rank"},
     "uneven": {"metavar": "pad|drop|join", "help": "repeat samples, skip some, or use each once; pad"},
-    "lr": {"metavar": "keep|linear|sqrt", "help": "how rates follow the number of ranks; keep"},
-    "loss": {"metavar": "mean|sum", "help": "how it combines the samples of a batch; mean"},
-    "draws": {"metavar": "by-pass|per-rank", "help": "own draws in training passes, or always; by-pass"},
+    "lr": {"metavar": "keep|linear|sqrt", "help": "scale learning rates by number of ranks; keep"},
+    "loss": {"metavar": "mean|sum", "help": "how the loss combines the samples of a batch; mean"},
+    "draws": {"metavar": "by-pass|per-rank", "help": "ranks draw apart in training, or always; by-pass"},
     "backend": {"metavar": "NAME", "help": "of the process group; nccl for GPUs, else gloo"},
     "timeout": {"type": _number, "metavar": "SECONDS", "help": "how long a rank waits for another; 1800"},
     "strategy": {"metavar": "NAME", "help": f"{', '.join(CHOICES['strategy'])}; ddp"},
@@ -60,7 +60,7 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_as_bucket_view": {"action": "store_true", "help": "save memory; gradients change after the step"},
     "compress": {"metavar": "NAME", "help": "send gradients as bf16, fp16 or powersgd"},
     "powersgd_rank": {"type": _whole, "metavar": "N", "help": "powersgd: rank of the matrices; 4"},
-    "wrap": {"type": _modules, "metavar": "CLASSES|N", "help": "fsdp: modules to gather, or their parameters"},
+    "wrap": {"type": _modules, "metavar": "CLASSES|N", "help": "fsdp: modules to gather, or their least size"},
     "every": {"type": _whole, "metavar": "N", "help": "local_sgd: steps between averages; 8"},
     "warmup": {"type": _whole, "metavar": "N", "help": "local_sgd: synchronous steps before them; 0"},
     "outer": {"metavar": "nesterov", "help": "local_sgd: an outer optimizer, as in DiLoCo"},
@@ -68,7 +68,7 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "outer_momentum": {"type": _number, "metavar": "M", "help": "its momentum; 0.9"},
     "lock": {"action": "store_true", "help": "hogwild: one rank at a time takes a step"},
     "servers": {"type": _whole, "metavar": "N", "help": "parameter_server: the last N ranks; 1"},
-    "staleness": {"type": _whole, "metavar": "N", "help": "parameter_server: steps ahead of the slowest"},
+    "staleness": {"type": _whole, "metavar": "N", "help": "parameter_server: most steps ahead of the slowest"},
 }
 """The arguments of ``argparse`` for each option of the scope."""
 
@@ -86,7 +86,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
 OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_gather": ("data_parallel", {"action": "store_true", "help": "data_parallel: outputs stay on their devices"}),
     "pad_value": ("uniform_length", {"type": _number, "metavar": "X", "help": "uniform_length: what sequences are padded with"}),
-    "max_tokens": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: of a batch, instead of samples"}),
+    "max_tokens": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: most tokens in a batch"}),
     "report": ("explain", {"metavar": "FILE", "help": "explain: a file that gets the table as JSON"}),
     "multiple_of": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: round lengths up to it"}),
 }

@@ -230,7 +230,7 @@ class Overlay:
         if os.path.basename(folder) == NOT_KEPT:
             raise RankMismatchError(
                 f"{script_place()} reads {name}, which rank 0 has already replaced or removed, like many other files. Slower ranks can "
-                "read only a limited number of them: call parwrap.barrier() before the line that removes them."
+                "read only a limited number of such files: call parwrap.barrier() before the line that replaces or removes them."
             )
 
     def content(self, place: Any) -> Any:

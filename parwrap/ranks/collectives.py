@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parwrap.errors import RankMismatchError, UsageError, counted
+from parwrap.errors import RankMismatchError, UsageError, counted, shortened
 from parwrap.ranks.agreement import agree, agree_on, first_other, home
 from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
 from parwrap.ranks.structures import Structure, described, difference, mapped, mixed_dtypes, number_dtype
@@ -278,7 +278,7 @@ def _as_tensor(name: str, leaf: Any, size: int) -> torch.Tensor:
         return torch.tensor(complex(leaf) if dtype.is_complex else float(leaf) if dtype.is_floating_point else int(leaf), dtype=dtype)
     raise UsageError(
         f"parwrap.{name}() takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, "
-        f"not {type(leaf).__name__} ({leaf!r})."
+        f"not {type(leaf).__name__} ({shortened(repr(leaf), 80)}). To collect other objects, use parwrap.gather."
     )
 
 

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 
 from parwrap.errors import RankMismatchError
+from parwrap.places import script_place
 from parwrap.ranks.agreement import agree_on, first_difference
 from parwrap.ranks.group import Group, is_on_one_rank
 from parwrap.torch_private.modules import NormBase, registered_buffers
@@ -204,7 +205,8 @@ def _differ(kind: str, all_ranks: list[dict[int, Any]]) -> Exception | None:
         if any(each != shapes[0] for each in shapes):
             _, mine, rank, theirs = first_difference(shapes, lambda each: "{}, {} of shape {},".format(*each))
             return RankMismatchError(
-                f"the buffers to send differ between ranks: {mine} on rank 0 and {theirs} on rank {rank} ({kind}). Put the same modules "
-                "in eval mode on every rank. Put what only rank 0 does into a function decorated with @parwrap.rank_zero_only."
+                f"the buffers to send at {script_place()} differ between ranks: {mine} on rank 0 and {theirs} on rank {rank} ({kind}). Put "
+                "the same modules in eval mode on every rank. Put what only rank 0 does into a function decorated with "
+                "@parwrap.rank_zero_only."
             )
     return None

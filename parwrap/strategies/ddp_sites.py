@@ -315,7 +315,7 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
 def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
     _, mine, rank, theirs = first_difference(all_ranks, lambda each: f"one of shape {each[0]} and {each[1]}")
     return RankMismatchError(
-        f"the ranks train different parameters in a backward: {mine} on rank 0 and {theirs} on rank {rank}. Only gradients "
-        "of parameters that all ranks train can be averaged. Build the same model on every rank, outside of training passes or inside "
-        "`with parwrap.same_draws():`."
+        f"the ranks train different parameters in the backward at {script_place()}: {mine} on rank 0 and {theirs} on rank {rank}. Only "
+        "gradients of parameters that all ranks train can be averaged. Build the same model on every rank, outside of training passes or "
+        "inside `with parwrap.same_draws():`."
     )

@@ -105,7 +105,7 @@ def test_a_type_that_depends_on_all_the_data_is_that_of_the_whole():
         count = sum(len(x) for x, _ in loader)
         return torch.tensor(count) if count > 60 else count
 
-    with parwrap.distributed(), pytest.warns(UserWarning, match=r"is 101, but tensor\(101\) for all of the data"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match=r"is 101 when merged by .*, but tensor\(101\) for all of the data"):
         close(torch.tensor(101), parwrap.evaluate(reduce="sum")(count)(scored()))
 
 
@@ -175,7 +175,7 @@ def test_an_explicit_reduce_is_checked_too():
 
     for reduce in ("mean", "sum", lambda results: max(results)):
         function = auc if reduce != "mean" else total
-        with parwrap.distributed(), pytest.warns(UserWarning, match="cannot be split across ranks: merged by reduce"):
+        with parwrap.distributed(), pytest.warns(UserWarning, match="cannot be split across ranks: the result.* when merged by reduce"):
             close(function(scored()), parwrap.evaluate(reduce=reduce)(function)(scored()))
 
 
@@ -184,7 +184,7 @@ def test_long_results_are_shown_where_they_differ():
     def results(loader):
         return {"scores": [float(each) for each in seen(loader)[0]], "version": [1]}
 
-    said = r"merged by reduce='gather' is \.\.\..*'version': \[1, 1\]}, but \.\.\..*'version': \[1\]} for all of the data"
+    said = r"the result is \.\.\..*'version': \[1, 1\]} when merged by reduce='gather', but \.\.\..*'version': \[1\]} for all of the data"
     with parwrap.distributed(), pytest.warns(UserWarning, match=said):
         parwrap.evaluate(reduce="gather")(results)(scored())
 
@@ -390,7 +390,7 @@ def test_noise_that_is_drawn_inside_is_named_with_the_way_out():
         seen = torch.cat([x for x, _ in loader])
         return (seen + torch.rand(len(seen))).mean().item()
 
-    message = r"random numbers, as in dropout.*without this check, pass check=False"
+    message = r"random numbers, as with dropout.*without this check, pass check=False"
     with parwrap.distributed(), pytest.warns(UserWarning, match=message):
         results = parwrap.gather(parwrap.evaluate(reduce="mean")(noisy)(scored()))
 

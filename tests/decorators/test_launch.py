@@ -275,7 +275,7 @@ def test_ranks_are_spawned_with_cloudpickle_once_cuda_has_started(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # stands for a GPU in use
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: None)
     with pytest.raises(
-        UsageError, match=r"CUDA has started here, .* torch\.cuda\.is_available\(\) is called, or use start_method='spawn'\.$"
+        UsageError, match=r"CUDA has started here and .* torch\.cuda\.is_available\(\) is called, or use start_method='spawn'\.$"
     ):
         parwrap.launch(print, nprocs=2, start_method="fork")
     monkeypatch.setitem(sys.modules, "cloudpickle", None)

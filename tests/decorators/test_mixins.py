@@ -280,7 +280,12 @@ async def waits(self):
             "T has the class keyword xyz, which none of its mixins takes; they take backoff_factor, ",
         ),
         ((parwrap.DistributedMixin, Drawing), {}, {"batch": "all"}, "batch='all' is not a valid value."),
-        ((parwrap.AmpMixin,), {"run": runs}, {"parwrap_methods": "run"}, "T.parwrap_methods is 'run': use a tuple, such as ('run',)."),
+        (
+            (parwrap.AmpMixin,),
+            {"run": runs},
+            {"parwrap_methods": "run"},
+            "T.parwrap_methods is 'run', not a tuple of names: write ('run',).",
+        ),
         (
             (parwrap.AmpMixin, Drawing),
             {},
@@ -313,7 +318,7 @@ async def waits(self):
             (parwrap.EvaluateMixin,),
             {"evaluate": runs},
             {"reduce": "sum", "parwrap_methods": ("evaluate",)},
-            "T has parwrap_methods, but no mixin that uses it: its mixins use parwrap_evaluate_methods.",
+            "T has parwrap_methods, but no mixin that uses it: its mixins use parwrap_evaluate_methods. Write that instead.",
         ),
         ((parwrap.EvaluateMixin,), {"evaluate": runs}, {}, "@parwrap.evaluate does not say how the ranks' results are merged"),
     ],

@@ -78,7 +78,7 @@ def test_a_sound_machine_has_no_problem():
             "8 ranks compute with 64 threads each, and the machine has 64 cores",
             "OMP_NUM_THREADS=8",
         ),
-        ({"cores": {"usable": 4}}, "1 rank computes with 64 threads, and it may use 4 of 64 cores: they", "OMP_NUM_THREADS=4"),
+        ({"cores": {"usable": 4}}, "1 rank computes with 64 threads, and it may use 4 of 64 cores: the threads wait", "OMP_NUM_THREADS=4"),
         (
             {"launch": Launch(0, 4, 0, 4, launcher="mpi"), "cores": {"usable": 4, "threads": 8}},
             "each, and each may use 4 of 64",
@@ -206,7 +206,7 @@ def test_ranks_of_a_machine_are_counted_where_the_launcher_does_not_tell():
     ranks = [changed(launch=Launch(rank, 2, rank, 0, launcher="mpi")) for rank in range(2)]
     (finding,) = found(*ranks)
 
-    assert "2 ranks compute with 64 threads each, and the machine has 64 cores: they wait for each other" == finding.problem
+    assert "2 ranks compute with 64 threads each, and the machine has 64 cores: the threads wait for each other" == finding.problem
     assert "export OMP_NUM_THREADS=32" == finding.remedy
 
 

@@ -72,7 +72,7 @@ def test_the_first_step_that_differs_is_named_with_both_values():
         (f"(augmentation), by each rank for itself: {BY_DESIGN}", {"draws_reading": True}, {"grad": GRAD.flip(0), "data": [3.0, 6.0]}, {}),
         (f"(dropout, noise), which each rank draws for itself: {BY_DESIGN}", {"draws_training": True}, {"grad": GRAD.flip(0)}, {}),
         ("batch norms use the statistics of each rank's part", {}, {"grad": GRAD.flip(0)}, {"batch_norms": True, "synchronized": False}),
-        ("the loss is no mean over samples", {}, {"grad": GRAD.flip(0)}, {"batch_norms": True}),
+        ("the loss is not a mean over samples", {}, {"grad": GRAD.flip(0)}, {"batch_norms": True}),
         ("the gradients agree, and the optimizer enlarges their rounding", {}, {"grad": GRAD * (1 + 1e-4)}, {"tolerance": 1e-9}),
     ],
 )

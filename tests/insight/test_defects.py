@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SUM = "the loss is a sum over the samples"
 OTHER_DIVISOR = "the loss is divided by a number other than that of its samples"
-NO_MEAN = "the loss is no mean over samples"
+NO_MEAN = "the loss is not a mean over samples"
 OWN_START = "the weights differ before anything is trained"
 DECIDES = "the runs take different branches: a number that was computed from a share"
 CAME_APART = "LockstepError: the ranks have come apart"

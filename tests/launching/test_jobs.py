@@ -78,11 +78,11 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
         (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a positive integer."),
         (
             ["--launcher", "slurm", "--nnodes", "2", "train.py"],
-            "--nnodes is set by --launcher slurm, because it connects the nodes: set their number with --nodes N.",
+            "--nnodes is set by --launcher slurm, which connects the nodes: set their number with --nodes N.",
         ),
         (
             ["--launcher", "ray", "--nnodes", "2", "train.py"],
-            "--nnodes is set by --launcher ray, because it connects the nodes: set their number with --num-workers N.",
+            "--nnodes is set by --launcher ray, which connects the nodes: set their number with --num-workers N.",
         ),
         (
             ["--launcher", "ray", "--nodes", "2", "train.py"],
@@ -90,11 +90,11 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
         ),
         (
             ["--launcher", "slurm", "--node-rank", "0", "train.py"],
-            "--node-rank is set by --launcher slurm, because it connects the nodes: remove it.",
+            "--node-rank is set by --launcher slurm, which connects the nodes: remove it.",
         ),
         (
             ["--launcher", "slurm", "--rdzv-backend=c10d", "train.py"],
-            "--rdzv-backend is set by --launcher slurm, because it connects the nodes: remove it.",
+            "--rdzv-backend is set by --launcher slurm, which connects the nodes: remove it.",
         ),
     ],
 )

@@ -74,8 +74,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--monitor-interval", "-1", "train.py"], "--monitor-interval -1 is not a positive number of seconds: pass a number above 0."),
         (
             ["--all-ranks", "--tee", "3", "train.py"],
-            "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
-            "others.",
+            "--all-ranks and --tee control what ranks print in different ways: remove --all-ranks or --tee.",
         ),
         (
             ["--standalone", "--nnodes", "2", "train.py"],
@@ -98,7 +97,8 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (
             ["--no", "train.py"],
-            "--no is ambiguous: --no-gather, --no-python or --node-rank. Your script's own options go after its name.",
+            "--no is ambiguous: it may mean --no-gather, --no-python or --node-rank. Write it in full. Your script's "
+            "own options go after its name.",
         ),
         (["--no-python", "-m", "ls"], "--no-python runs a program, and --module runs a Python module: remove one of them."),
         (

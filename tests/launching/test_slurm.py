@@ -321,7 +321,7 @@ def test_a_job_that_cannot_be_cancelled_goes_on_and_that_is_said(programs, capsy
     programs(sbatch="echo 7", scontrol="kill -INT $PPID; sleep 1", scancel="echo 'scancel: error: Access denied' >&2; exit 1")
 
     assert (
-        "parwrap.run: job 7 is still running, because scancel failed: scancel: error: Access denied: cancel it with `scancel 7`.\n"
+        "parwrap.run: job 7 is still running, because scancel failed: scancel: error: Access denied. Try again with `scancel 7`.\n"
     ) == followed(capsys, 2)
 
 

@@ -360,7 +360,7 @@ def test_what_is_removed_among_too_many_others_is_an_error_for_a_slower_rank_tha
     if rank() == 1:
         assert str(caught.value).endswith(
             " reads b.txt, which rank 0 has already replaced or removed, like many other files. Slower ranks can read only a "
-            "limited number of them: call parwrap.barrier() before the line that removes them."
+            "limited number of such files: call parwrap.barrier() before the line that replaces or removes them."
         )
 
 

@@ -44,8 +44,8 @@ class Returns(nn.Module):
         ({"gather": "no"}, "gather='no' is neither True, which gathers outputs on the first device, nor False, which leaves them on "),
         (
             {"loss": "max"},
-            "loss='max' is neither 'mean' nor 'sum'. loss= says which of the two a scalar that the model returns is, over the samples of "
-            "its batch; leave it out if the model returns none.",
+            "loss='max' is neither 'mean' nor 'sum'. loss= says whether a scalar that the model returns is the mean or the sum over the "
+            "samples of its batch. Leave it out if the model returns no scalar.",
         ),
         ({"devices": 2}, "parwrap.data_parallel has no option 'devices'; did you mean 'device_ids'?"),
     ],
