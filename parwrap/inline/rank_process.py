@@ -196,19 +196,22 @@ def _run(job: Job, reports: _Reports) -> End:
 
 def _pack(end: End, reports: _Reports) -> None:
     """Write ``end`` for the caller. If the result cannot be sent, write at least the new state of the caller's objects."""
+    errors: list[Exception] = []
     for sent in (end, replace(end, value=None), replace(end, value=None, state={})):
         try:
             reports.callers.pack(sent, end_file(reports.job.folder))
+            break
         except Exception as error:
-            reports.failure(
-                UsageError(
-                    "the result of rank 0, or a value that the function stored in one of the caller's models, cannot be sent to the "
-                    f"caller: {error}. Return tensors, models, numbers and containers of them, and define their classes outside of the "
-                    "function."
-                )
+            errors.append(error)
+    if errors:
+        what = "the result of rank 0" if len(errors) == 1 else "a value that the function stored in one of the caller's objects"
+        where = "Return" if len(errors) == 1 else "Store"
+        reports.failure(
+            UsageError(
+                f"{what} cannot be sent to the caller: {errors[-1]}. {where} tensors, models, numbers and containers of them, and define "
+                "their classes outside of the function."
             )
-        else:
-            return
+        )
 
 
 def _ignore_signals() -> None:

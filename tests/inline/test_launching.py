@@ -196,13 +196,27 @@ def test_sys_exit_on_the_ranks_exits_the_caller_too():
 
 
 def test_a_result_that_cannot_be_sent_is_an_error():
-    with pytest.raises(UsageError, match=r"^the result of rank 0, or a value .* cannot be sent to the caller: .*lock.* Return te"):
+    with pytest.raises(UsageError, match=r"^the result of rank 0 cannot be sent to the caller: .*lock.* Return te"):
         parwrap.launch(threading.Lock, nprocs=2)
     trained = torch.zeros(1)
     with pytest.raises(UsageError, match=r"^the result of rank 0"):
         parwrap.launch(lambda: trained.add_(1) and threading.Lock(), nprocs=2)
 
     assert 1.0 == trained.item()
+
+
+def test_a_value_stored_in_the_callers_model_that_cannot_be_sent_is_an_error():
+    model = torch.nn.Linear(1, 1)
+
+    def store():
+        class Local(torch.nn.Module):
+            pass
+
+        model.add_module("added", Local())
+
+    text = r"^a value that the function stored in one of the caller's objects cannot be sent to the caller: .*Local.* Store tensors"
+    with pytest.raises(UsageError, match=text):
+        parwrap.launch(store, nprocs=2)
 
 
 def test_ranks_come_apart():
