@@ -283,7 +283,7 @@ def test_a_parameter_that_a_batch_makes_and_a_later_batch_trains_by_hand_is_refu
         offset = made_here()
         step(model, optimizer, x + offset, y)
         x, y = next(batches)
-        with pytest.raises(UsageError, match=rf"trains a parameter of shape \(2, 1\) which .*:{line_of(made_here)} created in"):
+        with pytest.raises(UsageError, match=rf"trains a parameter of shape \(2, 1\), which .*:{line_of(made_here)} created in"):
             step(model, optimizer, x + offset, y)
 
 
