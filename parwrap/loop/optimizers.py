@@ -256,7 +256,7 @@ class Optimizers(Interceptor):
             self._put_in_train.clear()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if is_alone():  # what one rank does to a model must not change what the next pass is on that rank
+        if is_on_one_rank():  # what one rank does to a model must not change what the next pass is on that rank
             return
         place = script_place()
         for p in module.parameters():
@@ -287,7 +287,7 @@ class Optimizers(Interceptor):
     def why_whole(self) -> str:
         """Why a pass over a loader that begins now does not train; empty if it may."""
         if not torch.is_grad_enabled():
-            return "no gradients are on"
+            return "gradients are off"
         if not self.were_built:
             return "no optimizer has been built"
         return f"the model is in eval mode since {self.eval_place()}" if self.evaluate() else ""

@@ -27,7 +27,7 @@ from parwrap.loop.passes import Passes
 from parwrap.options import Options
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree_on, first_difference
-from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.group import Group, is_alone, is_on_one_rank
 from parwrap.strategies.buffers import Buffers
 
 __all__ = ["Loop", "OneModel", "Strategy", "differing_parameter", "refuse_one_vector"]
@@ -169,7 +169,7 @@ class OneModel(Strategy):
         passes.data_sent()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training and not is_alone():
+        if not training and not is_on_one_rank():
             self.buffers.put_in_eval(module)
 
     def metric(self, metric: Any) -> Any:

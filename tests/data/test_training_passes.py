@@ -353,7 +353,7 @@ def test_that_error_names_gradients_that_were_off(freezes):
             next(batches)
         training.step()
 
-    with pytest.raises(UsageError, match=r"which reads everything on every rank\. When it began: no gradients are on\."):
+    with pytest.raises(UsageError, match=r"which reads everything on every rank\. When it began: gradients are off\."):
         train()
 
 

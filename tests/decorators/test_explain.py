@@ -75,7 +75,7 @@ def test_each_line_of_a_loop_has_a_row_in_the_order_of_the_script(tmp_path, capf
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("no gradients", "2: no gradients are on"),
+        ("no gradients", "2: gradients are off"),
         ("eval", r"2: the model is in eval mode since test_explain.py:\d+"),
         ("no optimizer", "2: no optimizer has been built"),
         ("replicated", "2: parwrap.replicate"),

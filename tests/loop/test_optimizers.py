@@ -180,6 +180,15 @@ def test_what_one_rank_does_alone_changes_no_mode(optimizers):
     assert not optimizers.evaluate()
 
 
+def test_what_all_ranks_do_in_turn_changes_modes(optimizers):
+    model = linear()
+    built = SGD(model.parameters(), lr=1.0)
+    with alone(in_turn=True):
+        model.eval()
+
+    assert ([built], True) == (optimizers.all(), optimizers.evaluate())
+
+
 def test_the_line_of_an_eval_is_known(optimizers):
     model = linear()
     optimizer = SGD(model.parameters(), lr=1.0)
