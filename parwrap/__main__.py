@@ -24,8 +24,8 @@ usage: parwrap COMMAND ...
 def main() -> int:
     """Run the command line of this process. Returns its exit code."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(sys.argv[0])) and not sys.argv[0].endswith(".py"):
-        sys.path[0] = os.getcwd()  # as with python -m; the folder of the command has no modules
+    if sys.path and sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])) and not sys.argv[0].endswith(".py"):
+        sys.path[0] = os.getcwd()  # as with python -m; the folder of the command has no modules. Python has resolved links to it
     if command in ("-h", "--help"):
         print(HELP, end="")
     elif command == "--version":

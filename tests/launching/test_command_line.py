@@ -144,11 +144,10 @@ def test_an_unknown_command_is_refused_with_the_one_to_write(started):
     assert 2 == process.returncode
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param(["-m", "parwrap"], marks=pytest.mark.slow), [str(Path(sysconfig.get_path("scripts"), "parwrap"))]]
-)
-def test_parwrap_run_is_the_command_of_the_module(script, started, start):
+@pytest.mark.parametrize("start", [pytest.param(["-m", "parwrap"], marks=pytest.mark.slow), ["linked"]])
+def test_parwrap_run_is_the_command_of_the_module(script, started, tmp_path, start):
     script("import os, sys; print(sys.argv[1:], os.environ['RANK'])")
+    (tmp_path / "linked").symlink_to(Path(sysconfig.get_path("scripts"), "parwrap"))  # as pipx installs it
     command = [*start, "run", "--nproc-per-node", "2", "--plain", "--all-ranks", "-m", "train", "--seed"]
     stdout, stderr = started(*command).communicate(timeout=60)
 

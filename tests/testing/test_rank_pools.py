@@ -140,15 +140,14 @@ def test_a_thread_that_is_about_to_end_is_waited_for():
     threading.Timer(0.1, print).start()
 
 
+LOADED = "times that this file was imported"
+vars(sys)[LOADED] = vars(sys).get(LOADED, 0) + 1
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(2))
 def test_a_module_is_imported_once_for_its_tests(number):
-    counted.append(number)
-
-    assert [*range(number + 1)] == counted
-
-
-counted: list[int] = []
+    assert 1 == vars(sys)[LOADED]
 
 
 @pytest.mark.parametrize("repeated", range(2))
