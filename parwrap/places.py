@@ -138,7 +138,7 @@ def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tu
 
 
 def from_script(frame: FrameType | None) -> bool:
-    """Whether ``frame`` runs the script's code: ``__main__``, a module of its package, or a file of :func:`_is_in_script_directory`.
+    """Whether ``frame`` runs the script's code: ``__main__``, a module of its package, or a file below the script's directory.
 
     Other packages that are installed are not the script's, wherever they are. For a frame of the standard library, such as ``threading``,
     the frame around it decides. If no frame decides, the answer is true.

@@ -181,7 +181,7 @@ class EndsTogether:
             ``"join"``, a rank that has read its part repeats its last batch with weight 0, and batches are :class:`Part`.
 
     Raises:
-        UsageError: a rank has no batch at all; on every rank.
+        UsageError: one rank has no batch at all, and another has one. Every rank raises it.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]], group: Group, uneven: str) -> None:

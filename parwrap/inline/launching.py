@@ -62,7 +62,8 @@ def number_of_ranks(nprocs: int | str | None, backend: str | None) -> int:
     """How many ranks ``nprocs`` means on this machine; ``None`` means 1.
 
     Raises:
-        LaunchError: the machine has fewer GPUs than ``nprocs`` or ``backend`` needs.
+        LaunchError: ``nprocs="gpu"`` without a GPU, or fewer GPUs than ranks for a ``backend`` that needs one for each. Whether torch has
+            that backend is checked elsewhere.
 
     >>> number_of_ranks(3, "gloo")
     3

@@ -359,8 +359,8 @@ def warn_of_changes(names: list[str]) -> None:
     place = script_place()
     warnings.warn_explicit(
         f"parwrap: the function changed {', '.join(names[:MOST_NAMED])}{more} on its ranks, and this process keeps its own. Only tensors, "
-        "models, optimizers, schedulers, gradient scalers and random generators at most one level deep are copied back: return whatever "
-        "else you need.",
+        "models, optimizers, schedulers, gradient scalers and random generators are copied back: those among its arguments "
+        "and the variables that it uses, and one level deep in these, as trainer.model. Return whatever else you need.",
         UserWarning,
         place.file,
         place.line,

@@ -104,7 +104,7 @@ class RankOutput:
                 raise LaunchError(f"--log-dir {log_dir} cannot be created: {error.strerror}. Choose another directory.") from None
 
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
-        """A wrapper for the rendezvous of torch's agents, after which the ranks' numbers are known."""
+        """Run ``wrapped``, the rendezvous of torch's ``agent``, and then :meth:`begin`: from then on the ranks' numbers are known."""
         wrapped(*args, **kwargs)
         self.begin({worker.local_rank: worker.global_rank for worker in agent.get_worker_group().workers})
 

@@ -109,8 +109,8 @@ def launch(job: Job) -> int:
     arrays = [f"--sbatch {option}" for option in job.options.sbatch if _is_option(option, "-a", "--array")]
     if arrays or os.environ.get("SBATCH_ARRAY_INX"):
         raise UsageError(
-            f"{(*arrays, 'SBATCH_ARRAY_INX')[0]} creates several jobs, but only one can be followed: remove it, or print the batch script "
-            "with --dry-run, and submit it with sbatch."
+            f"{(*arrays, 'the environment variable SBATCH_ARRAY_INX')[0]} creates several jobs, but only one can be followed: remove it, "
+            "or print the batch script with --dry-run, and submit it with sbatch."
         )
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:

@@ -25,7 +25,7 @@ class Clock:
         begin: when the first training pass began; 0 before.
         end: when the last backward ended.
         data: how long training passes have waited for their batches.
-        averages: how long backwards have waited for the average gradients, on the CPU, since the first training pass began.
+        averages: how long backwards have waited for the average gradients since the first training pass began; 0 on a GPU.
         samples: the number of samples in this rank's parts of training batches.
         epochs: how often each line has read a training pass to its end.
     """

@@ -122,10 +122,10 @@ class Divisors(Interceptor):
             dist.all_reduce(first, group=group.control)
             if first[0] ** 2 != first[1] * group.world.size:
                 raise RankMismatchError(
-                    f"the loss at {script_place()} has {count} cross entropies on this rank and {first[0] / group.world.size:.3g} on "
-                    'average over the ranks. batch="global" averages the first of all ranks, the second of all ranks, and so on. Compute '
-                    'equally many on each rank, or use reduction="sum" with loss="sum" and divide by a number that all ranks share, or '
-                    'train with batch="per_rank".'
+                    f"the ranks compute different numbers of cross entropies in the loss at {script_place()}: {count} on this rank, and "
+                    f'{first[0]:.0f} on all {group.world.size} ranks together. batch="global" averages the first cross entropies of the '
+                    'ranks with each other, then their second ones, and so on. Compute equally many on each rank, or use reduction="sum" '
+                    'with loss="sum" and divide by a number that all ranks share, or train with batch="per_rank".'
                 )
             if count > 1:
                 dist.all_reduce(others, group=group.control)

@@ -75,7 +75,7 @@ class SyncBN(Interceptor):
         return BatchNorm.apply(self._layer(self._statistics, call), call.input, call.weight, call.bias, running, call.eps)
 
     def distributes_itself(self, what: str) -> None:
-        """Make compiled layers share their statistics, because the script starts a process group."""
+        """Make compiled layers share their statistics, because the script starts a process group or builds its own DDP."""
         scopes.share()
 
     def exchange(self, call: Norm) -> Exchange | None:

@@ -59,10 +59,10 @@ class Unscaling:
                 tensor.grad = _sum(grad, self._unscale(_taken(tensor)))
 
     def nested(self, call: Backward, owned: Collection[int]) -> None:
-        """Divide the gradients that ``call`` leaves in parameters.
+        """Divide the gradients that ``call`` adds to parameters, and to the tensors of optimizers, whose ids ``owned`` has.
 
-        ``call`` runs inside another backward pass, as in a re-entrant checkpoint. Other leaf tensors that ``call`` reaches stand for the
-        inputs of the checkpoint. Their gradients continue into the outer backward, so these stay scaled.
+        ``call`` runs inside another backward pass, as in a re-entrant checkpoint. The other leaf tensors that ``call`` reaches stand for
+        the inputs of the checkpoint. Their gradients continue into the outer backward, so these stay scaled.
         """
         self._watch(leaf for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
 

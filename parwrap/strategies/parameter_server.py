@@ -86,8 +86,8 @@ def divided(
     workers = world.size - options.servers
     if workers < 1:
         raise UsageError(
-            f"servers={options.servers} leaves no worker among {world.size} ranks, of which the last {options.servers} are servers: start "
-            "more ranks, or choose fewer servers."
+            f"servers={options.servers} leaves no worker among {world.size} ranks: start at least {options.servers + 1} ranks, or choose "
+            "fewer servers."
         )
     assert group.store is not None
     assert group.folder is not None

@@ -231,7 +231,7 @@ def test_a_job_is_no_array_and_has_not_the_memory_of_the_job_that_submits_it(pro
 
     monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
     assert 2 == main(["--launcher", "slurm", "train.py"])
-    assert capsys.readouterr().err.startswith("parwrap.run: SBATCH_ARRAY_INX creates several jobs")
+    assert capsys.readouterr().err.startswith("parwrap.run: the environment variable SBATCH_ARRAY_INX creates several jobs")
 
 
 def test_a_job_runs_on_when_nobody_reads_its_output(programs, capsys, monkeypatch, tmp_path):

@@ -628,7 +628,7 @@ def test_workers_that_train_different_parameters_are_an_error_that_names_one():
 
 @pytest.mark.ranks(2)
 def test_more_servers_than_ranks_leave_no_worker():
-    with pytest.raises(UsageError, match="servers=2 leaves no worker among 2 ranks, of which the last 2 are servers: start"):
+    with pytest.raises(UsageError, match="servers=2 leaves no worker among 2 ranks: start at least 3 ranks"):
         served(servers=2)(train)()
 
 
