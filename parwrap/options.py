@@ -167,7 +167,7 @@ class Options:
     def _check_local_sgd(self) -> None:
         check_positive(every=self.every)
         if not _whole(self.warmup, 0):
-            raise UsageError(f"warmup={self.warmup!r} is not a non-negative integer.")
+            raise UsageError(f"warmup={self.warmup!r} is not a number of steps: pass an integer, 0 or more.")
         if not (is_number(self.outer_lr) and self.outer_lr > 0):
             raise UsageError(f"outer_lr={self.outer_lr!r} is not a positive learning rate.")
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
@@ -188,7 +188,7 @@ class Options:
                 raise UsageError(f"{name}={getattr(self, name)!r} is neither True nor False.")
         check_positive(servers=self.servers)
         if self.staleness is not None and not _whole(self.staleness, 0):
-            raise UsageError(f"staleness={self.staleness!r} is not a non-negative integer.")
+            raise UsageError(f"staleness={self.staleness!r} is not a number of steps: pass an integer, 0 or more.")
         if self.strategy == "hogwild" or (self.strategy == "parameter_server" and self.staleness != 0):
             instead = "remove it" + (", or set staleness=0, with which workers step together" if self.strategy != "hogwild" else "")
             for name, value in (("batch", "global"), ("uneven", "join"), ("loss", "sum"), ("lr", "linear"), ("lr", "sqrt")):

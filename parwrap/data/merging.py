@@ -161,8 +161,8 @@ class _Merge:
         if kind == "gather":
             fits = "'sum'" if inexact is None else "'sum' or 'mean'"
             raise UsageError(
-                f"evaluate(reduce='gather'): {name} is a number, {results[0]!r}: return a list or a tensor, or use {fits} for it, for "
-                "example reduce={'predictions': 'gather', 'correct': 'sum'}."
+                f"evaluate(reduce='gather'): {name} is the number {results[0]!r}, but 'gather' joins lists or tensors. Return one of "
+                f"these, or use {fits} for it, for example reduce={{'predictions': 'gather', 'correct': 'sum'}}."
             )
         if inexact is None:
             if kind == "mean":

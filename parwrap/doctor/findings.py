@@ -102,7 +102,7 @@ def threads(facts: Facts) -> Iterator[Finding]:
     cores, here = facts.cores, facts.launch.local_size
     least = min(cores.present, cores.quota or cores.present)
     if (cores.threads > 1 and cores.threads * here > max(1, least)) or cores.threads > cores.usable:
-        why = f"its cgroup's limit is {cores.quota:g} cores" if least < cores.present else f"the machine has {cores.present} cores"
+        why = f"the cgroup's limit is {cores.quota:g} cores" if least < cores.present else f"the machine has {cores.present} cores"
         if cores.threads > cores.usable:
             why = f"{'each' if here > 1 else 'it'} may use {cores.usable} of {cores.present} cores"
         who = "1 rank computes" if here == 1 else f"{here} ranks compute"

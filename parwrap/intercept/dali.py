@@ -26,7 +26,7 @@ class PipelineInterceptor(Protocol):
         """A reader is being made with the arguments ``given``. Returns the arguments to change, with their new values; the others stay."""
 
     def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
-        """``pipeline`` is about to be built. Returns its seed and the size of its batches."""
+        """``pipeline``, which has this ``seed``, is about to be built. Returns the seed and batch size to build it with on this rank."""
 
     def make_iterator(self, pipelines: Collection[Any], size: int) -> int | None:
         """An iterator of ``size`` samples is made. Returns the size for this rank; ``None`` if its readers were given no shard."""

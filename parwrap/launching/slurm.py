@@ -137,6 +137,7 @@ def launch(job: Job) -> int:
             "`squeue --me` lists your jobs."
         )
     where = [f"--clusters={cluster}"] if cluster else []
+    cancel = " ".join(["scancel", *where, number])
     print_line(f"submitted job {number}; Ctrl-C cancels it")
     try:
         return _follow(number, where, submitted)
@@ -144,17 +145,13 @@ def launch(job: Job) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter complains at its end
         status = _status(number, where)
         if not status.ended:
-            print_line(
-                f"nobody reads this command's output any longer, but {_described(number, status)}. Cancel it with `scancel {number}`"
-            )
+            print_line(f"nobody reads this command's output any longer, but {_described(number, status)}. Cancel it with `{cancel}`")
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         try:
             _slurm("scancel", *where, number)
         except _Refused as refused:
-            raise LaunchError(
-                f"job {number} is still running, because scancel failed: {refused}. Try again with `scancel {number}`."
-            ) from None
+            raise LaunchError(f"job {number} is still running, because scancel failed: {refused}. Try again with `{cancel}`.") from None
         print_line(f"cancelled job {number}")
         return 130
 

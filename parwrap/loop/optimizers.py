@@ -242,7 +242,7 @@ class Optimizers(Interceptor):
             self._stepped_in_pass.append(work)
 
     def trains_in_batch(self, leaf: torch.Tensor) -> bool:
-        """Whether an optimizer that was built inside a training pass has ``leaf``."""
+        """Whether ``leaf`` belongs to an optimizer for which :meth:`is_of_batch` is true."""
         return any(leaf is each for optimizer in self._batch_optimizers for each in parameters_of(optimizer))
 
     def is_of_batch(self, optimizer: Optimizer) -> bool:

@@ -47,7 +47,9 @@ class Scaling(Interceptor):
             self._note(each)
 
     def built(self, optimizer: Optimizer) -> None:
-        """Reset the scale if the user's function builds an optimizer before its first backward: a separate training begins then.
+        """Reset the scale if a call of the user's function builds an optimizer before its first backward: this call trains anew.
+
+        Otherwise the scale goes on from call to call.
 
         A scale that the script has restored in this call stays.
         """

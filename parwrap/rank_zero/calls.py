@@ -78,7 +78,10 @@ class Opening(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """Whether ``open`` accepts the arguments together."""
+        """Whether ``open`` accepts the mode, alone and with ``encoding``, ``errors`` and ``newline``.
+
+        If not, ``open`` raises before it makes a file.
+        """
         kinds = set(self.mode)
         return (
             len(kinds) == len(self.mode)

@@ -40,7 +40,7 @@ def earliest_time() -> float:
 
 
 def wait_for_tick(since: float) -> None:
-    """Wait a few milliseconds until a file that changes has a later time than ``since``."""
+    """Wait until a file that changes from then on gets a later time than ``since``: a few milliseconds if ``since`` is the present."""
     while earliest_time() <= since + 2 * ROUNDING:
         time.sleep(0.0005)
 

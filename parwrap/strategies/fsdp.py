@@ -193,7 +193,10 @@ class FSDP(DDP):
         super().average([p for p in parameters if not is_sharded(p)])
 
     def clip(self, clip: Clip) -> Any:
-        """Clip by the norm over all ranks, and return this norm as a plain tensor."""
+        """Let ``clip_grad_norm_`` clip sharded gradients by their norm over all ranks, and return this norm as a plain tensor.
+
+        Any other clipping runs unchanged.
+        """
         if clip.name != "clip_grad_norm_" or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
         return clip_by_norm(clip, self.loop.group, *clip.args, **clip.kwargs)

@@ -300,9 +300,15 @@ class ShardedTensors:
     def _set(self, func: Callable, target: DTensor, value: Any) -> None:
         """Assign to ``p.data``, by writing into the memory that modules gather from, or to ``p.grad``, which keeps this rank's part."""
         if value is not None and value.shape != target.shape:
+            shapes = tuple(value.shape), tuple(target.shape)
+            if func != SET_DATA:
+                raise UsageError(
+                    f"{script_place()} assigns a gradient of shape {shapes[0]} to a parameter of shape {shapes[1]}: assign one of the "
+                    "parameter's shape."
+                )
             raise UsageError(
-                f"{script_place()} assigns a value of shape {tuple(value.shape)} to a parameter of shape {tuple(target.shape)}, which "
-                "strategy='fsdp' has sharded. Change the model before its first forward."
+                f"{script_place()} assigns a value of shape {shapes[0]} to a parameter of shape {shapes[1]}, which strategy='fsdp' has "
+                "sharded. Change the model before its first forward."
             )
         if func == SET_DATA:
             memory = target.detach()

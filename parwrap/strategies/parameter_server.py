@@ -280,7 +280,7 @@ class ParameterServer(OneModel):
         return True
 
     def left_out(self, optimizer: Optimizer) -> None:
-        """Tell the servers that this worker leaves the step out, because other workers may wait for this step.
+        """Tell the servers that this worker has left the step out. They must know, because other workers may wait for this step.
 
         With ``staleness=0``, where servers step for all workers together, the step is left out for all.
         """

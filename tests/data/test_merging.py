@@ -154,7 +154,13 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             (1,),
             "evaluate(reduce='gather'): the result has a different type on some ranks: list on one and tuple on another.",
         ),
-        ("gather", 3, 4, "evaluate(reduce='gather'): the result is a number, 3: return a list or a tensor, or use 'sum' for"),
+        (
+            "gather",
+            3,
+            4,
+            "evaluate(reduce='gather'): the result is the number 3, but 'gather' joins lists or tensors. Return one of these, or use "
+            "'sum' for it, for example",
+        ),
         ("gather", torch.tensor(3.0), torch.tensor(3.0), "has shapes that cannot be concatenated along the first dimension: [], []."),
         (
             "gather",

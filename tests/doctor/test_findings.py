@@ -72,7 +72,7 @@ def test_a_sound_machine_has_no_problem():
         ({"network": {"gloo": "ib0", "address": None}}, "GLOO_SOCKET_IFNAME names ib0, but this machine has lo, docker0, eth1", "=eth1"),
         ({"network": {"nccl": "ib,mlx"}}, "NCCL_SOCKET_IFNAME=ib,mlx does not match any", "export NCCL_SOCKET_IFNAME=eth1"),
         ({"network": {"nccl": "=eth"}}, "NCCL_SOCKET_IFNAME==eth does not match any", "export NCCL_SOCKET_IFNAME=eth1"),
-        ({"cores": {"quota": 4.0}}, "1 rank computes with 64 threads, and its cgroup's limit is 4 cores", "OMP_NUM_THREADS=4"),
+        ({"cores": {"quota": 4.0}}, "1 rank computes with 64 threads, and the cgroup's limit is 4 cores", "OMP_NUM_THREADS=4"),
         (
             {"launch": Launch(0, 8, 0, 8, launcher="mpi")},
             "8 ranks compute with 64 threads each, and the machine has 64 cores",

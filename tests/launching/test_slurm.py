@@ -318,10 +318,11 @@ def test_a_log_that_this_machine_cannot_read(programs, capsys, tmp_path, monkeyp
 
 
 def test_a_job_that_cannot_be_cancelled_goes_on_and_that_is_said(programs, capsys, monkeypatch):
-    programs(sbatch="echo 7", scontrol="kill -INT $PPID; sleep 1", scancel="echo 'scancel: error: Access denied' >&2; exit 1")
+    programs(sbatch="echo '7;far'", scontrol="kill -INT $PPID; sleep 1", scancel="echo 'scancel: error: Access denied' >&2; exit 1")
 
     assert (
-        "parwrap.run: job 7 is still running, because scancel failed: scancel: error: Access denied. Try again with `scancel 7`.\n"
+        "parwrap.run: job 7 is still running, because scancel failed: scancel: error: Access denied. Try again with "
+        "`scancel --clusters=far 7`.\n"
     ) == followed(capsys, 2)
 
 

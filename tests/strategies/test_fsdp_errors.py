@@ -64,6 +64,8 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
             torch.autograd.grad(model.side(X).sum(), weight)
         with pytest.raises(UsageError, match=r"assigns a value of shape \(3, 3\) to a parameter of shape \(2, 2\), which strategy='fsdp'"):
             weight.data = torch.ones(3, 3)
+        with pytest.raises(UsageError, match=r"a gradient of shape \(3, 3\) to a parameter of shape \(2, 2\): assign one of the param"):
+            weight.grad = torch.ones(3, 3)
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
             weight.add_(torch.ones(2, 2))
         with pytest.raises(ZeroDivisionError), torch.no_grad():

@@ -528,7 +528,7 @@ def test_one_rank_is_a_plain_loop():
     [
         ({"every": 0}, "every=0 is not a positive integer"),
         ({"every": 2.5}, "every=2.5 is not a positive integer"),
-        ({"warmup": -1}, "warmup=-1 is not a non-negative integer"),
+        ({"warmup": -1}, "warmup=-1 is not a number of steps: pass an integer, 0 or more"),
         (
             {"outer": "adam"},
             "outer='adam' is not a valid value. Choose one of: None: weights are averaged, without an outer optimizer; 'nesterov': SGD",

@@ -636,8 +636,8 @@ def test_more_servers_than_ranks_leave_no_worker():
     ("options", "text"),
     [
         ({"servers": 0}, "servers=0 is not a positive integer"),
-        ({"staleness": -1}, "staleness=-1 is not a non-negative integer"),
-        ({"staleness": 1.5}, "staleness=1.5 is not a non-negative integer"),
+        ({"staleness": -1}, "staleness=-1 is not a number of steps: pass an integer, 0 or more"),
+        ({"staleness": 1.5}, "staleness=1.5 is not a number of steps: pass an integer, 0 or more"),
         ({"batch": "global"}, "batch='global' says how ranks share a step, .* or set staleness=0, with which workers step together"),
         ({"lr": "linear", "staleness": 2}, "lr='linear' says how ranks share a step"),
         ({"uneven": "join"}, "uneven='join' says how ranks share a step"),
