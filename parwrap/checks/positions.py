@@ -101,7 +101,7 @@ class Page(NamedTuple):
         state: what it does, a :class:`State`, to which ``APART`` may be added.
         what: the set of parameters of the backward, or the kind of the control message, that it has entered last.
         controls: the number of control messages that it has entered.
-        place: the line of the script.
+        place: the line of the script, with the kind of the message if it is in one; empty if another rank has read the page.
         sets: the sets of parameters of its last backwards, the newest first.
     """
 
@@ -190,7 +190,7 @@ class Positions:
 
     @contextmanager
     def inner(self, what: int, place: str) -> Iterator[None]:
-        """Say that this rank sends a control message of kind ``what`` inside of a backward.
+        """Inside the block, say that this rank sends a control message of kind ``what`` inside of a backward.
 
         Raises:
             LockstepError: another rank of the node has raised, or can never meet this one there.
@@ -212,7 +212,7 @@ class Positions:
         self.compare()
 
     def compare(self) -> None:
-        """Raise if another rank of the node can never meet this one where it is. From then on this rank enters no step.
+        """Raise if another rank of the node can never meet this one where it is. After such an error, this rank enters no step.
 
         Raises:
             LockstepError: with the places of all ranks of the node.
@@ -259,8 +259,9 @@ class Positions:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
 
         Raises:
-            LockstepError: this rank or another has raised; a rank is in a step that this rank does not take, for more than ``patience``
-                seconds; or a rank has not ended within ``timeout`` seconds.
+            LockstepError: this rank has found before that ranks are apart; another has raised, or has run another number of backwards; a
+                rank is in a step that this rank does not take, for more than ``patience`` seconds; or a rank has not ended within
+                ``timeout`` seconds.
         """
         self._refuse_to_go_on()
         deadline = time.monotonic() + timeout

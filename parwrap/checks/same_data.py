@@ -118,7 +118,7 @@ class Held:
         return tuple(digit for number in numbers for digit in (number % 251, number // 251 % 251))
 
     def add(self, value: Any, depth: int = 4) -> None:
-        """Add a dataset, or something that it holds."""
+        """Add a dataset, or something that it holds, up to ``depth`` levels deep."""
         if isinstance(value, (torch.Tensor, np.ndarray)):
             self.numbers = crc32(b"%d" % _numbers_hash(value), self.numbers)
         elif isinstance(value, (list, tuple, range)) and depth:
@@ -137,7 +137,7 @@ class Held:
                     self.add(each, depth - 1)
 
     def add_order(self, sampler: Any, dataset: Any) -> None:
-        """Add the indices that ``sampler`` holds, such as those of a fold."""
+        """Add the indices that ``sampler`` holds, such as those of a fold. Leave ``dataset`` out, which it may hold too."""
         if isinstance(sampler, (list, tuple)):
             self._add_order(sampler)
         for _, each in sorted(_attributes(sampler).items()):

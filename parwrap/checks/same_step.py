@@ -148,7 +148,7 @@ class SameStep:
         """Say that this rank's backward has reached its end, and waits for the average gradients.
 
         Raises:
-            LockstepError: another rank waits inside of it for a message that this rank does not send.
+            LockstepError: another rank can never meet this one there, such as one that waits inside of the backward for a message.
         """
         self.averages_since = time.perf_counter()
         self.positions.averages()

@@ -164,10 +164,11 @@ class SameWeights:
     def check(self, kind: str = "the check of weights") -> None:
         """Compare the weights, if the script has trained or drawn a batch since the last check; ``kind`` names the message in errors.
 
-        On a GPU, this compares the weights as they were at the check before, to not wait for the GPU.
+        On a GPU, this compares the weights as they were at the check before, to not wait for the GPU. If processors of different kinds
+        have rounded differently, write rank 0's weights on all ranks.
 
         Raises:
-            RankMismatchError: they differ; it names the first parameter and the step.
+            RankMismatchError: the weights differ, or the options of optimizers, or which parameters are frozen.
         """
         clock = self._optimizers.trained, self._passes.batches
         if self._checked == clock:

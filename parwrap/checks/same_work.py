@@ -39,7 +39,10 @@ class SameWork:
         return not self._said and len(self._seen.get(place, ())) < STEPS
 
     def compare(self, place: Place, loss: float, mean: float) -> None:
-        """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks."""
+        """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks.
+
+        Say so once if they are equal in the first steps of a line.
+        """
         seen = self._seen.setdefault(place, [])
         seen.append(loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean))
         if len(seen) == STEPS and all(seen):

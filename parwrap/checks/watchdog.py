@@ -38,7 +38,10 @@ UNHEARD = 8.0
 
 @contextmanager
 def watched(group: Group, positions: Positions, interrupts: Interrupts, report: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, end this rank's wait for ranks that it can never meet: end the process, or on a GPU abort NCCL.
+    """Inside the block, end waits of this rank that would never end.
+
+    If the next rank can never meet it, and ranks are on several nodes, end the process. With NCCL, abort NCCL once another rank of the node
+    has failed, or a signal has not been handled for some seconds.
 
     Args:
         group: the process group.

@@ -113,7 +113,10 @@ class Accumulation(Interceptor):
     # the regular loop
 
     def backward(self, call: Backward) -> None:
-        """Run ``call`` with its loss divided by ``steps``. Only a backward that closes a window is averaged over the ranks."""
+        """Run ``call`` with its loss divided by ``steps``. Only a backward that closes a window is averaged over the ranks.
+
+        A call inside another backward, or on a rank that runs alone, runs unchanged.
+        """
         if is_alone() or self._running or self._steps == 1:  # inside another backward, as re-entrant checkpoints do it
             call.run()
             self.backwards += not self._running
@@ -207,7 +210,7 @@ class Accumulation(Interceptor):
     # the end of a loader, of a loop that breaks, and of the function
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Read ``loader``. When it is exhausted, the open windows end."""
+        """Read ``loader``. If the loop trains on it, the open windows end when it is exhausted, or when the script leaves it early."""
         if get_worker_info() is not None or is_alone():
             return original(loader)
         self._raise_failure()
@@ -217,7 +220,7 @@ class Accumulation(Interceptor):
         """Apply the open windows after the function has returned.
 
         Raises:
-            UsageError: the function never called ``step``.
+            UsageError: the function has run backwards, but never called ``step``.
         """
         self._raise_failure()
         self._apply()
@@ -238,7 +241,7 @@ class Accumulation(Interceptor):
             self._apply()
 
     def left(self) -> None:
-        """End the open windows: the loop has left a loader early. A finalizer cannot raise, so the next backward, pass or end does.
+        """End the open windows: the loop has left a loader early. Called in a finalizer, which cannot raise: errors are raised later.
 
         If the garbage collector finalizes the pass, the windows go on with the next batches.
         """

@@ -81,9 +81,10 @@ class Interrupts:
             raise_in_main_thread(number)
 
     def release(self, number: int | None = None, frame: FrameType | None = None) -> None:
-        """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward.
+        """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``.
 
-        A rank that the signal has not reached yet waits for it, because the other ranks do not say which signal they hold.
+        Without a ``number``, all ranks call it after the same backward. A rank that the signal has not reached yet waits up to 2 s for it,
+        because the other ranks do not say which signal they hold.
         """
         deadline = time.monotonic() + LONGEST
         while number is None and self.held is None and time.monotonic() < deadline:

@@ -58,7 +58,7 @@ def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
 
 
 def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
-    """The first dimensions of the tensors in a backward of ``tensors``; one of them is the number of samples.
+    """The first dimensions of the tensors in a backward of ``tensors``. The number of samples is usually one of them.
 
     >>> x, weight = torch.ones(3, 2), torch.nn.Parameter(torch.ones(5, 2))
     >>> sorted(leading_sizes([(x @ weight.T).sum()]))
@@ -111,17 +111,17 @@ class Losses(Interceptor):
                 self._scaled[id(scaled)] = _Scaled(weakref.ref(scaled), weakref.ref(one), scale)
 
     def root(self, call: Backward) -> torch.Tensor | None:
-        """The one scalar that the script has called backward on; ``None`` for several tensors, or if the script passes a gradient."""
+        """The one floating-point scalar that the script has called backward on, without a gradient; ``None`` if it called it otherwise."""
         if len(call.given) != 1 or call.grad_tensors[0] is not None:
             return None
         root = call.given[0]
         return root if isinstance(root, torch.Tensor) and root.numel() == 1 and root.is_floating_point() else None
 
     def write_mean(self, root: torch.Tensor, call: Backward, mean: float | torch.Tensor) -> None:
-        """Write ``mean`` into ``root``, and into the loss that a ``GradScaler`` has multiplied to get it.
+        """Write ``mean`` into ``root``. If a ``GradScaler`` has multiplied a loss to get ``root``, write its unscaled mean into that loss.
 
-        Nothing is written if the graph is kept, because a second backward may need the value. Views are not written, because they share
-        memory with other numbers.
+        Nothing is written if the graph is kept, because a second backward may need the value. Leaves are not written, and neither are
+        views, because they share memory with other numbers.
         """
         if call.keeps_graph or root.grad_fn is None:
             return

@@ -78,7 +78,7 @@ class Optimizers(Interceptor):
 
     Attributes:
         were_built: whether the script has built an optimizer, even if none is left.
-        steps: the number of steps of all optimizers.
+        steps: the number of steps of all optimizers, except those of one batch.
     """
 
     def __init__(self, passes: Passes) -> None:
@@ -115,7 +115,7 @@ class Optimizers(Interceptor):
 
     @property
     def generation(self) -> int:
-        """A number that changes whenever the set of trainable parameters, or one of their tensors, may have changed."""
+        """A number that changes whenever the optimizers at work, their parameters, or the tensor of one of these may have changed."""
         self._look()
         return self._generation
 
@@ -281,7 +281,7 @@ class Optimizers(Interceptor):
         return (p for each in judged or self._at_work for p in each.parameters)
 
     def eval_place(self) -> Place | None:
-        """The script's line that put the first trainable parameter of these models in eval mode; ``None`` if it is in train mode."""
+        """The script's line that put the first trainable parameter of the models in :meth:`evaluate` in eval mode; ``None`` if none did."""
         return next((self._in_eval.get(p) for p in self._judged() if p.requires_grad), None)
 
     def why_whole(self) -> str:

@@ -45,6 +45,8 @@ class Batch(NamedTuple):
 def loss_factor(weight: float, size: int, options: Options) -> float:
     """The factor of a batch's loss besides ``weight``. A sum already grows with the samples, so the factor cancels ``weight``.
 
+    With ``batch="global"``, the factor also makes a sum over ranks of the mean over ranks.
+
     >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
     (1.0, 2.5)
     """
@@ -219,7 +221,7 @@ class Passes:
         return tuple(sum(digits) % DIGITS for digits in zip(*unsent, strict=True))
 
     def data_sent(self) -> None:
-        """Note that the digits of :meth:`data_to_send` have travelled with a backward."""
+        """Note that the digits of :meth:`data_to_send` have been sent."""
         if self._unsent:
             self._unsent = False
             for each in self._training_passes():
@@ -282,7 +284,7 @@ class Passes:
 
     @property
     def samples(self) -> int | None:
-        """The number of samples in this rank's part of the batch drawn last, if it has a part."""
+        """The number of samples in this rank's part of the batch drawn last; ``None`` if batches have no weights."""
         training = self.training or self._last_training
         return training.in_flight[-1].samples if training is not None and training.in_flight else None
 
@@ -297,7 +299,7 @@ class Passes:
         """The batch that a backward trains on, from which the loss gets its weight.
 
         It is the batch drawn last, even if its pass has ended since. If the loop draws ahead or reads several loaders, and the weights
-        differ, the size of the batch decides.
+        differ, the size of the batch decides. If batches have no weights, it is ``Batch(0, 1.0)``.
 
         Args:
             sizes: a function that returns the sizes of the first dimensions in the graph of the loss.

@@ -200,7 +200,7 @@ class RandomStreams(Interceptor):
             self._kept["torch"], self._before_seed = self._before_seed, None
 
     def seeded(self, library: str) -> None:
-        """Called when the script has just seeded ``library``. Seeds its other stream too, from which it does not draw now."""
+        """Called when the script has just seeded ``library``. Seeds its streams in both sets, the own one differently on each rank."""
         if library == "torch":
             _begun_at.pop(torch.initial_seed(), None)
         if not self._kept:

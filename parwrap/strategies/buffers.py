@@ -80,16 +80,17 @@ class Buffers:
             self._modules.setdefault(module, {})[name] = (id(buffer), -1) if is_lazy(buffer) else _state(buffer)
 
     def put_in_eval(self, module: nn.Module) -> None:
-        """Record that the script has put ``module`` in eval mode."""
+        """Note a module that is in eval mode: the next :meth:`begins_whole` sends its buffers, if it has any."""
         if _buffers(module.modules()):
             self._evaluated = {number: each for number, each in self._evaluated.items() if each() not in (None, module)}
             self._evaluated[next(self._numbers)] = weakref.ref(module)
             self._has_evaluated = True
 
     def watch(self) -> None:
-        """Begin to find out which buffers training changes; called for each new set of parameters.
+        """Begin to find out which buffers training changes, and stop sending those of modules that a rank has dropped.
 
-        Until the next set, modules whose buffers are compared or sent are kept alive: garbage collection may free them earlier on one rank.
+        Called for each new set of parameters. In between, modules whose buffers are compared or sent are kept alive, because garbage
+        collection may free them earlier on one rank.
         """
         self._backwards_left = STEPS
         self._forget_dead()

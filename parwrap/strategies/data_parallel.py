@@ -39,9 +39,9 @@ class DataParallel(Interceptor):
 
     Args:
         devices: the devices of the replicas; the model is on the first. With a single device, calls run unchanged.
-        gather: whether outputs are gathered on the first device; otherwise they stay on their devices, as :class:`Pieces`.
-        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; ``None`` if it returns no number.
-        named: whether the user named the devices; then a call on several ranks is an error.
+        gather: whether outputs with rows are gathered on the first device; otherwise these stay on their devices, as :class:`Pieces`.
+        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; ``None`` if it returns no such number.
+        named: whether the user named the devices; then calls on several ranks are an error, unless there is only one device.
     """
 
     def __init__(self, devices: Sequence[torch.device], gather: bool, loss: str | None, named: bool) -> None:
@@ -49,7 +49,7 @@ class DataParallel(Interceptor):
         self._said: set[tuple[str, str]] = set()
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        """Run a call of ``module``, on several devices if the module has parameters and no other module calls it."""
+        """Run a call of ``module``: on several devices if the script itself calls it, it has parameters, and the call can be divided."""
         if is_undivided() or _is_internal(module):
             return original(*args, **kwargs)
         if next(module.parameters(), None) is None:
@@ -177,7 +177,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def sizes_of(rows: int, parts: int) -> list[int]:
-    """The number of samples of each part; no part is empty.
+    """How many of ``rows`` samples each of at most ``parts`` parts gets; no part is empty.
 
     >>> sizes_of(5, 3), sizes_of(2, 3)
     ([2, 2, 1], [1, 1])

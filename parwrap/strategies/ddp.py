@@ -51,7 +51,10 @@ class DDP(OneModel):
         return Sites(self.loop, new_set)
 
     def backward(self, call: Backward) -> None:
-        """Run ``call`` and average the gradients that it leaves, except inside ``no_sync``."""
+        """Run ``call``, and average over the ranks its gradients of parameters that they share.
+
+        Inside ``no_sync``, or inside another backward, only run it.
+        """
         if self._thread is not None:
             if not self._in_running_backward():
                 raise self._two_threads()
@@ -158,7 +161,7 @@ class DDP(OneModel):
         self._sites.moved()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step inside a backward: gradients are not averaged yet."""
+        """Refuse a step inside a backward, whose gradients are not averaged yet. Inside ``no_sync`` the step is allowed."""
         if self._in_running_backward() and not self._local:
             raise UsageError(
                 f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own "

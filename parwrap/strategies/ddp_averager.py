@@ -70,7 +70,7 @@ class GradientAverager:
     Attributes:
         ids: the ids of ``parameters``.
         broken: the error that a backward has raised, or ``None``.
-        has_local: whether ``.grad`` holds gradients of ``with parwrap.no_sync()`` that no backward has averaged yet.
+        has_local: whether ``.grad`` may hold gradients of ``with parwrap.no_sync()`` that no backward has averaged yet.
         grows: whether the current backward has reached a parameter outside of every set.
     """
 
@@ -135,7 +135,7 @@ class GradientAverager:
     def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
         """Run ``call`` while its gradients are averaged, and send ``numbers``, indexed by :class:`Entry`, with them.
 
-        ``loss``, if given, is written into two of these numbers first.
+        ``loss``, if given, is first written into its entries: ``LOSS``, and for float64 also ``LOSS_LOW``.
         """
         self._prepare(numbers, loss)
         self._arm()
@@ -307,7 +307,10 @@ def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
-    """Let ``parameters``, also frozen ones, take part in the current backward without a gradient. The script's hooks on them do not run."""
+    """Let ``parameters``, also frozen ones, take part in the current backward without a gradient. The script's hooks on them do not run.
+
+    Those whose ids are in ``sparse`` get an empty sparse gradient.
+    """
     frozen = [p for p in parameters if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)  # DDP's own hook of a frozen parameter would not run

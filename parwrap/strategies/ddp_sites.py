@@ -70,8 +70,8 @@ class Sites:
         new_set: called when a set is averaged for the first time.
 
     Attributes:
-        leaves_out: a function that returns whether a parameter belongs in no set, because each rank holds only a part of it.
-        arrived: parameters outside of every set that have got a gradient, until :meth:`grow` adds them to a set.
+        leaves_out: a function that returns whether :meth:`grow` must not take a parameter from the modules, because torch shards it.
+        arrived: parameters outside of every set that have got a gradient since the last :meth:`grow`.
     """
 
     def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class Sites:
         self.arrived: list[torch.Tensor] = []
 
     def find(self, call: Backward) -> Site:
-        """Return the site of ``call``; find its set again if the trainable parameters may have changed."""
+        """Return the site of ``call``. Find its set at the first visit, and again whenever the set may have changed."""
         optimizers, (key, codes) = self._loop.optimizers, call_site(sys._getframe(1))
         site = self._sites.get(key)
         if (
@@ -231,9 +231,9 @@ class Sites:
         self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
-        """After a backward that has reached parameters outside of the set of ``site``, add these, and average their gradients.
+        """After a backward that has reached parameters outside of every set, add these to the set of ``site``, and average their gradients.
 
-        It is enough that one rank has reached them. If an optimizer owns such a parameter, all its parameters are added. A parameter that
+        It is enough that one rank has reached them. If an optimizer owns one, all that it trains are added. A parameter that
         no optimizer owns is found by its number in ``Modules.trainable``, which is the same on all ranks.
         """
         assert site.averager is not None

@@ -76,7 +76,10 @@ class FSDP(DDP):
     # forwards
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        """Run a call of ``module``; if the script itself calls it and it is not sharded yet, shard it first."""
+        """Run a call of ``module``. First shard it, if the script itself calls it and an optimizer has its parameters.
+
+        It is sharded only once.
+        """
         if self._in_forward or self._thread is not None or in_backward():  # in backwards, checkpoints recompute
             return original(*args, **kwargs)
         if is_alone():
@@ -193,7 +196,7 @@ class FSDP(DDP):
         super().average([p for p in parameters if not is_sharded(p)])
 
     def clip(self, clip: Clip) -> Any:
-        """Let ``clip_grad_norm_`` clip sharded gradients by their norm over all ranks, and return this norm as a plain tensor.
+        """If some gradients are sharded, let ``clip_grad_norm_`` clip by the norm over all ranks, and return this norm as a plain tensor.
 
         Any other clipping runs unchanged.
         """
@@ -254,7 +257,7 @@ class FSDP(DDP):
         return mapped(thing, plain)
 
     def moves(self, module: nn.Module) -> None:
-        """Make parameters whole before they are cast or moved; the next forward shards them again."""
+        """Before a cast or move of a module with sharded parameters, make all models whole. The next forwards shard them again."""
         if any(map(is_sharded, module.parameters())):
             self.make_whole()
 

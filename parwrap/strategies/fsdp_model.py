@@ -102,7 +102,7 @@ class ShardedModel:
                     self.parameters.append((p, param))
 
     def gather_once(self) -> None:
-        """Gather all units once, if the first forward is in inference mode.
+        """Gather all units once, before a first forward in inference mode.
 
         Call it outside of that mode: torch keeps the tensors, and training needs normal ones.
         """
@@ -113,11 +113,11 @@ class ShardedModel:
                 group.reshard()
 
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each of the script's parameters, with the gathered parameter that autograd graphs reach, if torch has made it already."""
+        """Each sharded parameter that torch has gathered before, with the gathered parameter that autograd graphs reach."""
         return ((p, leaf) for p, param in self.parameters if (leaf := unsharded_parameter(param)) is not None)
 
     def shards(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
-        """Each of the script's parameters, with its ``DTensor``, which autograd graphs reach outside of forwards."""
+        """Each sharded parameter of the script, with its ``DTensor``, which autograd graphs reach outside of forwards."""
         return ((p, param.sharded_param) for p, param in self.parameters)
 
     def is_reached(self, number: int, param: Any) -> bool:
@@ -126,7 +126,7 @@ class ShardedModel:
         return number in self.reached or (leaf is not None and leaf.grad is not None)
 
     def reset(self) -> None:
-        """Reset torch's states after a forward or backward that failed halfway."""
+        """Reset torch's states, and drop gradients that were not reduced, after a forward or backward that failed halfway."""
         reset_iteration(self._states[-1])
         for _, leaf in self.leaves():
             leaf.grad = None

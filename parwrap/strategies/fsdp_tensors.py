@@ -325,7 +325,10 @@ class ShardedTensors:
         return mapped(state, lambda leaf: self.whole(leaf.detach()) if isinstance(leaf, DTensor) else leaf)
 
     def shard_state(self, optimizer: Optimizer) -> None:
-        """Replace whole tensors in the optimizer's state by this rank's parts, after loading the state or sharding the model."""
+        """Shard the state of ``optimizer`` after the state is loaded or the model is sharded.
+
+        Of each tensor that has the shape of its sharded parameter, this rank keeps its part.
+        """
         for p, state in optimizer.state.items():
             if isinstance(p, Sharded):
                 for name, value in state.items():
@@ -336,7 +339,9 @@ class ShardedTensors:
 def clip_by_norm(
     clip: Clip, group: Group, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> T:
-    """Clip sharded gradients by their norm over all ranks, and return this norm. All ranks call it, and all-reduce one number.
+    """Clip gradients, some of them sharded, by their norm over all ranks, and return this norm.
+
+    All ranks call it, and all-reduce one number.
 
     Args:
         clip: the intercepted call.

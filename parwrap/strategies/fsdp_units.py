@@ -22,7 +22,7 @@ BLOCK = 100_000
 def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """The modules inside ``root`` that are gathered and sharded separately, inner ones before those around them.
 
-    Modules that share a parameter with modules outside of them are left out.
+    Modules that share a parameter with another of them, or with the rest of ``root``, are left out.
 
     >>> blocks = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> len(units(blocks, wrap="Linear")), len(units(blocks, wrap=7)), len(units(blocks, wrap=None))
@@ -42,8 +42,9 @@ def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
 def unsharded(root: nn.Module, inside: Collection[nn.Module], device: torch.device) -> list[nn.Parameter]:
     """The parameters of ``root`` that cannot be sharded, given its units ``inside`` and the training ``device``.
 
-    They are scalars, parameters on other devices or not contiguous (as with ``channels_last``), sparse embeddings, those whose
-    dtype differs from most of their unit, and those that are sharded already.
+    They are scalars, empty ones, those on devices of another kind or not contiguous (as with ``channels_last``), those of sparse
+    embeddings, those of another class than ``nn.Parameter``, such as sharded ones, and those that do not have the most frequent
+    floating-point dtype of their unit.
     """
     sparse = {id(p) for module in root.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
     of_unit: dict[int, dict[int, nn.Parameter]] = {}

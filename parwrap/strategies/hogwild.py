@@ -87,7 +87,7 @@ class Hogwild(OneModel):
             self._lock.take()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Move parameters back into shared memory, because some steps replace their tensors; then release the lock."""
+        """Move parameters back into shared memory, because some steps replace their tensors. Then the outermost step releases the lock."""
         self._weights.put_back()
         self.loop.same_step.passed(script_place())
         if self._lock and len(stepping()) == 1:

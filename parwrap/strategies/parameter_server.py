@@ -68,8 +68,9 @@ class Workers(Group):
 def divided(
     group: Group, options: Options, trained: Sequence[nn.Module | Optimizer], call: HasResult
 ) -> Iterator[tuple[Workers | None, Server | None]]:
-    """Divide the ranks of ``group`` inside the block: on the first ranks yield the open group of the workers, on the others a server.
+    """Divide the ranks of ``group`` into workers and servers inside the block.
 
+    Yields a pair: on the first ranks the open group of the workers and ``None``, on the others ``None`` and a server.
     On a server, the first backward serves the workers and then leaves the block. After that, ``trained`` and ``call.result`` are those of
     worker 0 at its end.
 
@@ -167,7 +168,10 @@ class ParameterServer(OneModel):
         self._failed: set[int] = set()
 
     def backward(self, call: Backward) -> None:
-        """Run ``call``, whose gradients stay on this worker; before that, send new optimizers to the servers."""
+        """Run ``call``, whose gradients stay on this worker; before that, send new optimizers to the servers.
+
+        With ``staleness=0``, write the mean over workers into the loss.
+        """
         self._check_backward()
         loop = self.loop
         if self._generation != loop.optimizers.generation:
@@ -268,7 +272,10 @@ class ParameterServer(OneModel):
     # steps
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Let the servers step with this worker's gradients, and take the new values. Returns whether they did."""
+        """Let the servers step with this worker's gradients, take the new values, and return true.
+
+        Return false if the optimizer must step itself: it belongs to a batch, or this rank runs alone.
+        """
         if is_alone() or self.loop.optimizers.is_of_batch(optimizer):
             return False
         if hasattr(optimizer, "found_inf"):
@@ -405,7 +412,7 @@ class ParameterServer(OneModel):
             self._meet("training after an evaluation")
 
     def optimizer_state(self, optimizer: Optimizer, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state dict with the state that the servers have."""
+        """Return the state dict, with the servers' state if they have ``optimizer``."""
         if optimizer not in self._numbers:
             return original()
         set_state(optimizer, self._state(optimizer))
@@ -422,7 +429,7 @@ class ParameterServer(OneModel):
         return state
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-        """Load ``state``, on the servers too."""
+        """Load ``state``. If the servers have ``optimizer``, load it there, unless this rank runs alone."""
         original(state)
         number = self._numbers.get(optimizer)
         if number is None or is_alone():
@@ -465,7 +472,7 @@ class ParameterServer(OneModel):
             self._last = Message(Kind.END, content=_pickled(states, self._group.call.result))
 
     def close(self) -> None:
-        """Tell the servers that this worker has ended: with its result, or with its error."""
+        """Tell the servers that this worker has ended. Worker 0 adds the result, and a worker that has failed adds its error."""
         self.buffers.close()
         last, error = self._last, sys.exc_info()[1]
         if last.kind is Kind.FAILED and error is not None:

@@ -48,7 +48,7 @@ class Pieces(torch.Tensor):
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether losses may still use the pieces, because the whole tensor has not been used yet."""
+        """Whether losses may still use the pieces: nothing has used the whole tensor yet, and its graph, if any, leads to the pieces."""
         return self._whole is None and not self._only_it_has_gradients
 
     @property
@@ -61,7 +61,7 @@ class Pieces(torch.Tensor):
         return [len(piece) for piece in self.pieces]
 
     def fits(self, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> bool:
-        """Whether this tensor is still in pieces, of these ``sizes`` and on these ``devices``."""
+        """Whether this tensor is still in pieces, of these ``sizes`` and, if given, on these ``devices``."""
         on = [piece.device for piece in self.pieces]
         return self.is_in_pieces and self.sizes == list(sizes) and on == list(devices or on)
 

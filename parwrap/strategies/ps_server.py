@@ -59,7 +59,7 @@ class Message(NamedTuple):
 
     Attributes:
         kind: what the worker asks for; in an answer, the same or ``FAILED``.
-        optimizer: the number of the optimizer.
+        optimizer: the number of the optimizer that the worker asks about.
         content: a pickled object or a text; empty if there is none.
         values: a buffer of values or gradients.
     """

@@ -98,7 +98,7 @@ class Strategy(Interceptor):
         self.loop = loop
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The context of :func:`parwrap.no_sync`. Here it does nothing; with ddp, gradients stay on the rank until the block has ended."""
+        """The context of :func:`parwrap.no_sync`. Here it does nothing; with ddp, backwards inside the block average nothing."""
         return nullcontext()
 
     def begins_pass(self, trains: bool) -> None:
@@ -111,10 +111,13 @@ class Strategy(Interceptor):
         """
 
     def end(self) -> None:
-        """Compare with the other ranks a last time; called when the function has ended on this rank without an error."""
+        """Do what ranks do together at the end, such as a last comparison.
+
+        Called when the function has ended on this rank without an error.
+        """
 
     def make_whole(self) -> None:
-        """Gather what this rank holds in shards; called before the function returns, because its caller may use the trained model."""
+        """Gather what ranks hold in shards; called before the function returns, because its caller may use the trained model."""
 
     def close(self) -> None:
         """Undo what the strategy has put on the script's modules and parameters. Called when the scope closes, also after an error."""
