@@ -57,7 +57,9 @@ OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
 def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> None:
-    """Add a note with advice to an error about device numbers, batch norms or fixed batch sizes. Before Python 3.11 it does nothing.
+    """Add a note with advice to an error about device numbers, batch norms or fixed batch sizes, unless it has notes.
+
+    Before Python 3.11 it does nothing.
 
     Args:
         error: the error.

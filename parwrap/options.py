@@ -205,7 +205,9 @@ class Options:
 
     @property
     def averages_losses(self) -> bool:
-        """Whether every backward leaves the mean over ranks in its loss (contract, rule 5); with ``"local_sgd"``, only the warm-up does so.
+        """Whether every backward leaves the mean over ranks in its loss (contract, rule 5).
+
+        It is false for ``"local_sgd"``, where only those of the warm-up do so.
 
         >>> Options().averages_losses, Options(strategy="hogwild").averages_losses
         (True, False)

@@ -138,10 +138,11 @@ def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tu
 
 
 def from_script(frame: FrameType | None) -> bool:
-    """Whether ``frame`` runs the script's code: ``__main__``, a module of its package, or a file below the script's directory.
+    """Whether ``frame`` runs the script's code: ``__main__``, a module of its package, or a file in one of the script's directories.
 
-    Other packages that are installed are not the script's, wherever they are. For a frame of the standard library, such as ``threading``,
-    the frame around it decides. If no frame decides, the answer is true.
+    These are the folder of the script and the working directory in which it began, with all below them. Other packages that are installed
+    are not the script's, wherever they are. For a frame of the standard library, such as ``threading``, the frame around it decides. If no
+    frame decides, the answer is true.
     """
     while frame is not None:
         kind = _kind_of(frame)

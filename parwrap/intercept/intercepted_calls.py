@@ -51,7 +51,7 @@ class Backward(NamedTuple):
         return bool(self.options.get("retain_graph") or self.options.get("create_graph"))
 
     def run_with(self, root: torch.Tensor, leaf: torch.Tensor) -> None:
-        """Run torch's function with one more root, whose gradient goes to ``leaf``."""
+        """Like :meth:`run`, with one more root, whose gradient goes to ``leaf``."""
         options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
         kept = {"given": self.given} if is_patched(self.original) else {}
         self.original((*self.tensors, root), (*self.grad_tensors, None), **options, **kept)

@@ -116,7 +116,7 @@ class Change(NamedTuple):
 
 
 class FileCalls(Protocol):
-    """Handles the calls, each kind by one method. ``writer.py`` implements it for rank 0, ``replica.py`` for the other ranks."""
+    """Handles the calls, each kind by one method. ``writer.py`` has it for rank 0, ``replica.py`` for ranks that write to scratch."""
 
     def open(self, call: Opening) -> Any: ...
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...
@@ -134,7 +134,7 @@ class FileCalls(Protocol):
 
 
 def patches(files: FileCalls) -> list[Patch | AbstractContextManager]:
-    """The patches that send all calls of this table to ``files``."""
+    """The patches that send all calls of this file to ``files``."""
     return [
         *_open_patches(files),
         *_change_patches(files),

@@ -43,7 +43,7 @@ def current() -> Files | None:
 
 @contextmanager
 def intercepting_files(group: Group, module: str | None = None, check_wait: CheckWait | None = None) -> Iterator[Files]:
-    """Let rank 0 alone write files inside the block.
+    """Let rank 0 alone write files inside the block; if the variable ``IN_SCRATCH`` is 1, not even rank 0.
 
     Args:
         group: the process group, with a folder that the ranks of the node share.

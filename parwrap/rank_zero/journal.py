@@ -82,7 +82,7 @@ class Journal:
         self._add("makes", folder)
 
     def replaces(self, path: str, before: str) -> None:
-        """Record that ``path``, which other ranks see, is about to change. They read its old content at ``before``, empty for a folder."""
+        """Record that ``path`` is about to change. Other ranks read its old content at ``before``, which is empty for a folder."""
         self._add("replaces", path, before)
 
     def moves(self, folder: str, to: str) -> None:
@@ -183,7 +183,7 @@ class JournalReader:
         return self
 
     def crossed(self) -> int:
-        """Forget what the first rank did before the barrier that this rank has passed. Returns the number of barriers so far."""
+        """Forget what the first rank changed before the barrier that this rank has passed. Returns the number of barriers so far."""
         self._since_barrier.pop(self._own_barriers, None)
         self._own_barriers += 1
         return self._own_barriers

@@ -79,7 +79,7 @@ CALLS = (
 
 
 def native_patches(files: FileCalls) -> list[AbstractContextManager]:
-    """The patches that send all calls of this table to ``files``."""
+    """The patches that send all calls of ``CALLS`` to ``files``."""
 
     def of_module(calls: list[NativeCall]) -> Callable[[ModuleType], list[Patch]]:
         return lambda module: [_patch(module, call, files) for call in calls if hasattr(module, call.name.partition(".")[0])]

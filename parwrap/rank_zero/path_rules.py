@@ -203,7 +203,7 @@ class PathRules:
 
 
 def ancestors(key: str) -> Iterator[str]:
-    """The folders above ``key``, the nearest first.
+    """The folders above ``key`` without the root, the nearest first.
 
     >>> list(ancestors("/a/b/c"))
     ['/a/b', '/a']

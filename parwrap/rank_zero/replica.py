@@ -31,7 +31,7 @@ MOST_LINKED = 2**26
 
 
 class ReplicaFiles:
-    """The file calls of a rank above 0.
+    """The file calls of a rank above 0, or of rank 0 if it writes to scratch too.
 
     Args:
         overlay: the files of this rank.
@@ -162,7 +162,7 @@ class ReplicaFiles:
             return Entries(SeenEntry(coded(n), os.path.join(text, coded(n)), at) for n, at in zip(names, places, strict=True))
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.chmod``, ``os.utime`` and similar calls: they change only scratch files."""
+        """``os.chmod``, ``os.utime`` and similar calls: on paths that only rank 0 writes, they change only scratch files."""
         key = self._written(path, kwargs.get("dir_fd"))
         if key is None:
             return original(path, *args, **kwargs)
@@ -209,7 +209,10 @@ class ReplicaFiles:
         self._overlay.child_ended(process)
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same. With ``stands_in``, it writes all."""
+        """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same.
+
+        With ``stands_in``, it writes all, and so it does to a buffer or a path that every rank writes.
+        """
         path = saved_path(file)
         key = self._written(path) if path is not None else None
         if key is None:
@@ -251,7 +254,10 @@ class ReplicaFiles:
         return self._on(find, run)
 
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
-        """Run native code that writes a file. It writes to scratch, or to the disk if the file is too large to copy."""
+        """Run native code that writes a file: to scratch, or to the disk if every rank writes the path.
+
+        It also writes to the disk if it changes a file that is too large to copy.
+        """
         key = self._written(path)
         if key is None:
             return write(path)

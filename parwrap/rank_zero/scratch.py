@@ -234,7 +234,7 @@ class Overlay:
             )
 
     def content(self, place: Any) -> Any:
-        """Where to read the content of ``place``. For a marker, wait until rank 0 has saved the file, and return where that is."""
+        """Where to read the content of ``place``. For a marker, wait until this node's first rank has saved it, and return where."""
         self.check_kept(place)
         save = self.marked(place)
         if save is None:

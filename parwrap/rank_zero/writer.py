@@ -36,7 +36,7 @@ MOST_COPIED = 2**26
 
 
 def saved_path(file: Any) -> Any:
-    """The path that ``torch.save`` writes to: a path, or that of an open file; ``None`` for a buffer, which is every rank's own."""
+    """The path that ``torch.save`` writes to: ``file`` itself, or that of an open file; ``None`` for others, such as each rank's buffer."""
     if isinstance(file, (str, os.PathLike)):
         return file
     if type(file) in (io.BufferedWriter, io.BufferedRandom, io.FileIO) and isinstance(file.name, (str, os.PathLike)):
@@ -74,7 +74,7 @@ class KeptReadable:
         self._checkpoints.add(_identity(path))
 
     def before(self, path: str) -> str:
-        """Keep the file at ``path`` readable, which is about to be replaced or removed. Returns where to read it."""
+        """Keep the file at ``path`` readable before it is replaced or removed. Returns where: in ``NOT_KEPT`` if too many are kept."""
         self._release()
         return self._keep(None, path) or os.path.join(self._folder, NOT_KEPT, os.path.basename(path))
 
@@ -297,7 +297,10 @@ class WriterFiles:
         pass
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: a file given by its path appears as a whole or not at all. The other ranks can load what is saved."""
+        """``torch.save``: a file given by its path is written by :func:`write_atomically`.
+
+        The other ranks can load what is saved, unless it is a buffer or a path that every rank writes.
+        """
         path = saved_path(file)
         if path is None or not self._rules.looks():
             return write(file)
@@ -370,7 +373,10 @@ class WriterFiles:
 
 
 def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
-    """Write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that in the archive."""
+    """Write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that in the archive.
+
+    A device, a file with several names, and a file in a read-only folder are written directly.
+    """
     path = os.path.realpath(path)
     before = os.stat(path) if os.path.exists(path) else None
     if before is not None and (not stat.S_ISREG(before.st_mode) or before.st_nlink > 1):

@@ -29,7 +29,7 @@ def agree(
     details: Callable[[], object] = lambda: None,
     error: Callable[[list[Any]], Exception | None] = lambda all_ranks: None,
 ) -> list[Any] | None:
-    """Return once all ranks have called this with the same ``kind`` and ``digest``.
+    """Wait until all ranks have called this, and compare their ``kind`` and ``digest``.
 
     The ranks send one message of constant size, whatever their number. Only if they differ, they also send their details.
 

@@ -60,7 +60,7 @@ def reduce_sum(x: Any) -> Any:
     Raises:
         RankMismatchError: the ranks' structures differ; on every rank, with the difference.
         LockstepError: another rank is in another collective; on every rank.
-        UsageError: ``x`` contains another object.
+        UsageError: ``x`` contains another object, a sparse tensor, or an integer whose sum may not fit into 64 bits.
 
     >>> reduce_sum({"correct": 31, "loss": torch.tensor([1.5])})
     {'correct': 31, 'loss': tensor([1.5000])}
@@ -111,7 +111,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
 
     Raises:
         RankMismatchError: the ranks pass different ``src``; on every rank.
-        UsageError: no rank has that number, or its ``x`` does not pickle; on every rank.
+        UsageError: no rank has the number ``src``, or the ``x`` of that rank does not pickle; on every rank.
 
     >>> broadcast({"lr": 0.1})
     {'lr': 0.1}
@@ -151,7 +151,7 @@ def all_ranks(flag: Any) -> bool:
 
 
 def group_for(name: str) -> Group | None:
-    """The group for the collective ``name``; ``None`` if this rank is the only one.
+    """The group for the collective ``name``; ``None`` if this process is the only rank, or acts alone as in :func:`is_outside`.
 
     Raises:
         UsageError: other ranks cannot take part here.

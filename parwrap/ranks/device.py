@@ -66,7 +66,7 @@ def gpu_count() -> int:
 
 
 def choose_device(world: World, backend: str | None) -> torch.device:
-    """Choose the device that this rank trains on. Hide all other GPUs, unless CUDA is initialized already.
+    """Choose the device that this rank trains on. Hide all other GPUs, unless CUDA or its driver has started already.
 
     If there are fewer GPUs than ranks, ranks share them. Ranks that torchrun or ``parwrap.run`` starts do so only with the backend
     ``"gloo"``, because nccl does not support this.

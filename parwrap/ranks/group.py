@@ -67,7 +67,7 @@ class Group:
     Attributes:
         world: this process's place in the group.
         backend: ``"gloo"``, ``"nccl"``, ...
-        device: the device that this rank trains on, and reduces numbers on.
+        device: the device that this rank trains on, and with nccl reduces numbers on.
         timeout: how long to wait for another rank.
         store: a key-value store that all ranks share; ``None``, like ``folder``, for a group that the user's own code has started.
         folder: a folder of this job that only this user can access, shared by the ranks of this node.

@@ -302,7 +302,7 @@ def node_of(environ: Mapping[str, str]) -> Node | None:
     """Which node this is; ``None`` unless a launcher has started this process to start the ranks of its node.
 
     Raises:
-        LaunchError: the variables make no sense.
+        LaunchError: ``SM_HOSTS`` is not a JSON list of names.
 
     >>> node_of({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}).address
     'job-master-0'

@@ -24,7 +24,7 @@ def expanded_hosts(text: str) -> list[str]:
         text: names with ranges in brackets, separated by commas or spaces.
 
     Raises:
-        LaunchError: ``text`` is not a node list.
+        LaunchError: ``text`` is not a node list, or names too many hosts.
 
     >>> expanded_hosts("node[01-03,7],gpu1")
     ['node01', 'node02', 'node03', 'node7', 'gpu1']
@@ -47,7 +47,7 @@ def expanded_counts(text: str) -> list[int]:
     """The numbers of a list in which ``(x3)`` means that the number before it occurs three times.
 
     Raises:
-        LaunchError: ``text`` is not such a list.
+        LaunchError: ``text`` is not such a list, or covers too many nodes.
 
     >>> expanded_counts("2(x3),1")
     [2, 2, 2, 1]

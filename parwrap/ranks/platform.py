@@ -102,7 +102,7 @@ def user() -> int:
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Whether only this user can access what has the status ``found``. On Windows, the folder above decides it."""
+    """Whether only this user can access what has the status ``found``. On Windows it is true, because the folder above decides."""
     return WINDOWS or (found.st_uid == user() and not found.st_mode & 0o077)
 
 
@@ -174,7 +174,9 @@ else:
     import fcntl
 
     def lock(descriptor: int, shared: bool = False, wait: bool = True) -> None:
-        """Lock an open file until all processes that have it open have closed it. Shared locks exclude only exclusive ones.
+        """Lock an open file until :func:`unlock`, or until all processes that have it open close it.
+
+        Shared locks exclude only exclusive ones.
 
         Raises:
             OSError: another process has locked it, and this one does not ``wait``.

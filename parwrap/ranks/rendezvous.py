@@ -63,7 +63,7 @@ def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
     """Inside the block, share a store with the other ranks of ``world``. A rank waits for others for at most ``timeout``.
 
     Raises:
-        LaunchError: the folder that the ranks of this node share is not private.
+        LaunchError: the folder that the ranks of this node share is not private, or a name or a value in the store is not valid.
     """
     opening = next(_openings)
     parsed = urlparse(world.rendezvous)

@@ -46,7 +46,7 @@ def _entries(x: Any) -> list[tuple[str, Any]] | None:
 
 
 def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``x`` with ``leaf`` applied to whatever is not a dict, list, tuple or dataclass; dicts in an order that is the same on all ranks."""
+    """``x`` with ``leaf`` applied to whatever is not a dict, list, tuple or dataclass, in an order that is the same on all ranks."""
     copied: Any
     if isinstance(x, dict):
         copied = copy.copy(x)

@@ -63,7 +63,10 @@ GLOO_SPEAKS = torch.__version__ < (2, 11)  # type: ignore[operator]
 
 @contextmanager
 def quiet_gloo() -> Iterator[None]:
-    """Keep the lines of gloo out of stdout while the block makes process groups. Other lines appear in stdout after the block."""
+    """Keep the lines of gloo out of stdout while the block makes process groups.
+
+    If this torch prints such lines, other lines appear in stdout after the block.
+    """
     if not GLOO_SPEAKS:
         yield
         return

@@ -33,7 +33,10 @@ def open_process_groups() -> set[str]:
 
 
 def active_modes() -> list[Any]:
-    """The active modes of ``__torch_function__`` and ``__torch_dispatch__``, outermost first. Publicly, modes can only be entered."""
+    """The active modes of ``__torch_function__``, then those of ``__torch_dispatch__``, each outermost first.
+
+    Publicly, modes can only be entered.
+    """
     stacks: list[Callable[[], list[Any]]] = [
         torch.overrides._get_current_function_mode_stack,
         _python_dispatch._get_current_dispatch_mode_stack,
