@@ -74,7 +74,7 @@ def _parts(loader: DataLoader) -> tuple[Any, Any, Any]:
 
 
 def compare_data(all_ranks: Sequence[Sequence[int]], place: Place) -> None:
-    """Compare the digits of all ranks, in the order of ranks, of what they read at ``place``.
+    """Compare what the ranks read at ``place``. ``all_ranks`` has the digits of each, in the order of ranks.
 
     Raises:
         RankMismatchError: as :func:`different_data` says.

@@ -41,7 +41,7 @@ class SameWork:
     def compare(self, place: Place, loss: float, mean: float) -> None:
         """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks.
 
-        Say so once if they are equal in the first steps of a line.
+        If they are equal in the first steps of a line, say once that all ranks compute the same.
         """
         seen = self._seen.setdefault(place, [])
         seen.append(loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean))

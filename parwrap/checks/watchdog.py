@@ -40,7 +40,7 @@ UNHEARD = 8.0
 def watched(group: Group, positions: Positions, interrupts: Interrupts, report: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, end waits of this rank that would never end.
 
-    If the next rank can never meet it, and ranks are on several nodes, end the process. With NCCL, abort NCCL once another rank of the node
+    On several nodes, end the process if the next rank can never meet this one. With NCCL, abort NCCL once another rank of the node
     has failed, or a signal has not been handled for some seconds.
 
     Args:

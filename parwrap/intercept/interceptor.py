@@ -41,7 +41,7 @@ class Interceptor:
         """``loss.backward()`` or ``torch.autograd.backward(losses)`` was called."""
 
     def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
-        """``cross_entropy`` or ``nll_loss`` has returned ``loss``; ``mean()`` describes it, or returns ``None`` if it is no mean by class.
+        """``cross_entropy`` or ``nll_loss`` has returned ``loss``; ``mean()`` describes it; ``None`` if it is no mean over classes.
 
         Returns the loss that the script gets.
         """

@@ -19,7 +19,7 @@ __all__ = ["Clock", "summary"]
 
 @dataclass
 class Clock:
-    """The times of this rank, in seconds of ``time.perf_counter()``.
+    """The times of this rank, in seconds of ``time.perf_counter()``, and how much it has trained on.
 
     Attributes:
         begin: when the first training pass began; 0 before.

@@ -111,7 +111,7 @@ class Losses(Interceptor):
                 self._scaled[id(scaled)] = _Scaled(weakref.ref(scaled), weakref.ref(one), scale)
 
     def root(self, call: Backward) -> torch.Tensor | None:
-        """The one floating-point scalar that the script has called backward on, without a gradient; ``None`` if it called it otherwise."""
+        """The floating-point scalar that the script has called backward on, alone and without a gradient; ``None`` in other cases."""
         if len(call.given) != 1 or call.grad_tensors[0] is not None:
             return None
         root = call.given[0]

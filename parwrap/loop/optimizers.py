@@ -192,7 +192,7 @@ class Optimizers(Interceptor):
                 self._hooks_on_made[parameter] = parameter.register_post_accumulate_grad_hook(self._got_gradient)
 
     def of_batch(self, leaf: torch.Tensor) -> bool:
-        """Whether ``leaf`` is an ``nn.Parameter`` that was made inside the training pass, so that it is not averaged.
+        """Whether ``leaf`` is an ``nn.Parameter`` that was made inside a training pass, so that it is not averaged.
 
         Raises:
             UsageError: ``leaf`` was made in an earlier batch, and is trained now.
@@ -246,7 +246,7 @@ class Optimizers(Interceptor):
         return any(leaf is each for optimizer in self._batch_optimizers for each in parameters_of(optimizer))
 
     def is_of_batch(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` trains what was made inside the training pass."""
+        """Whether ``optimizer`` was built inside a training pass, for what was made there."""
         return optimizer in self._batch_optimizers
 
     def ended_pass(self) -> None:
@@ -268,8 +268,11 @@ class Optimizers(Interceptor):
                 self._put_in_train.pop(p, None)
 
     def evaluate(self) -> bool:
-        """Whether the models of optimizers at work are in eval mode: of those built since the last step, else of those that stepped in the
-        last training pass or whose models were put in train mode since."""
+        """Whether the models of optimizers at work are in eval mode.
+
+        The optimizers built since the last step decide; else those that stepped in the last training pass or whose models were put in train
+        mode since; else all.
+        """
         return evaluates(self._judged(), lambda p: p in self._in_eval)
 
     def _judged(self) -> Iterator[torch.Tensor]:

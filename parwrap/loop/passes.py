@@ -57,9 +57,10 @@ def loss_factor(weight: float, size: int, options: Options) -> float:
 
 @contextmanager
 def script_drops() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns, in a finalizer, whether the script has dropped the object; false if the garbage collector runs it.
+    """Yields a function that returns, in a finalizer, whether the script has dropped the object.
 
-    The collector runs at a different time on each rank, so nothing may follow from what it finds.
+    It returns false if the garbage collector runs the finalizer. The collector runs at a different time on each rank, so nothing may follow
+    from what it finds.
     """
     collecting: list[int] = []  # the thread in which the collector runs
 
@@ -93,7 +94,7 @@ class Pass:
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         refuses_backward: why it does not train, if a backward in it is an error because the loader trained on shares before; else empty.
-        in_flight: the last batches drawn, if batches have weights: three, or all that the loop has not trained on.
+        in_flight: the last batches drawn, if batches have weights: three, or more if the loop has not trained on more.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
     """
@@ -289,7 +290,7 @@ class Passes:
         return training.in_flight[-1].samples if training is not None and training.in_flight else None
 
     def is_stand_in(self, samples: int) -> bool:
-        """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and repeats a sample."""
+        """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and repeats what it has read."""
         training = self.training or self._last_training
         if training is None or all(batch.weight for batch in training.in_flight):
             return False

@@ -53,7 +53,7 @@ class Sites:
         self._lock = threading.Lock()
 
     def next(self) -> str:
-        """Count a call at the line that is running, and return its name: ``file:line #number``."""
+        """Count a call at the running line of the script or of a library, and return its name: ``file:line #number``."""
         frame = sys._getframe(1)
         while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
             frame = frame.f_back

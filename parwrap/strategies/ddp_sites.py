@@ -45,8 +45,8 @@ class Site:
         parameters: the set of parameters whose gradients this line averages.
         averager: averages these gradients; ``None`` if the set is empty.
         generation: ``Optimizers.generation`` when the set was found.
-        frozen: those parameters of all optimizers that did not require grad when the set was found.
-        then_average: whether gradients are averaged after the backward, because it runs other backwards inside it.
+        frozen: the frozen parameters of the optimizers at work when the set was found; none if the call names its ``inputs``.
+        then_average: whether gradients are averaged after the backward, because other backwards run inside of it.
         place: the line.
         shown: the line as errors show it.
         codes: the code objects of the calls, kept alive because their ids identify the site.
@@ -71,7 +71,7 @@ class Sites:
 
     Attributes:
         leaves_out: a function that returns whether :meth:`grow` must not take a parameter from the modules, because torch shards it.
-        arrived: parameters outside of every set that have got a gradient since the last :meth:`grow`.
+        arrived: parameters outside of every set that have got a gradient since :meth:`grow` was last called.
     """
 
     def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class Sites:
         return reached(call.roots)
 
     def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
-        """For a parameter that torch averages, as in FSDP: a function that says whether a backward has reached it. Else ``None``."""
+        """A function that says whether a backward has reached ``parameter``, if torch averages its gradient, as in FSDP; else ``None``."""
 
     def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         """Return the set of parameters of ``call``, and the frozen parameters of all optimizers: once they train, they may be reached."""

@@ -76,10 +76,7 @@ class FSDP(DDP):
     # forwards
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        """Run a call of ``module``. First shard it, if the script itself calls it and an optimizer has its parameters.
-
-        It is sharded only once.
-        """
+        """Run a call of ``module``. First shard its whole parameters, if the script itself calls it and an optimizer has some of them."""
         if self._in_forward or self._thread is not None or in_backward():  # in backwards, checkpoints recompute
             return original(*args, **kwargs)
         if is_alone():

@@ -56,7 +56,7 @@ class ShardedModel:
 
     Attributes:
         root: a function that returns the module while it is alive.
-        parameters: the script's parameters, each with torch's ``FSDPParam``.
+        parameters: the sharded parameters of the script, each with torch's ``FSDPParam``.
         reached: the ids of parameters that backwards have reached since this set was cleared.
         zeros: parameters without a gradient that got a gradient of zeros, because another parameter of their unit has a gradient.
     """

@@ -147,7 +147,7 @@ class LocalSGD(DDP):
             self._count(optimizer)
 
     def left_out(self, optimizer: Optimizer) -> None:
-        """Count a step that this rank leaves out: other ranks may have taken theirs."""
+        """After the warmup, count a step that this rank leaves out: other ranks may have taken theirs."""
         if not self._warming and self._counts(optimizer):
             self._begin(optimizer)
             self._count(optimizer)

@@ -61,7 +61,7 @@ class Message(NamedTuple):
         kind: what the worker asks for; in an answer, the same or ``FAILED``.
         optimizer: the number of the optimizer that the worker asks about.
         content: a pickled object or a text; empty if there is none.
-        values: a buffer of values or gradients.
+        values: a buffer of values or gradients, if there are any.
     """
 
     kind: Kind

@@ -196,7 +196,7 @@ def _unhook(optimizer: Optimizer) -> None:
 
 
 def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Return a rank for each parameter: the largest first, to the rank with the least load, as ``ZeroRedundancyOptimizer`` does.
+    """The rank that gets each parameter: the largest first, always to the rank with the least load, as in ``ZeroRedundancyOptimizer``.
 
     Args:
         sizes: the size of each parameter, in elements or bytes.

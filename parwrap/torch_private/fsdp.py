@@ -135,7 +135,10 @@ def replace_on_modules(param: Any, new: nn.Parameter) -> None:
 
 
 def forget_process_groups(mesh: Any) -> None:
-    """Drop the process groups that a mesh and its root hold since torch 2.13, which caches meshes forever. Nothing public closes a mesh."""
+    """Drop the process groups of a mesh and its root: since torch 2.13 they hold them, and torch caches meshes forever.
+
+    Nothing public closes a mesh.
+    """
     if hasattr(mesh, "_pg_registry"):  # before torch 2.13, a mesh holds their names
         mesh._get_root_mesh()._pg_registry.clear()
         mesh._pg_registry.clear()
