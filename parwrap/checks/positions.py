@@ -190,7 +190,7 @@ class Positions:
 
     @contextmanager
     def inner(self, what: int, place: str) -> Iterator[None]:
-        """Inside the block, say that this rank sends a control message of kind ``what`` inside of a backward.
+        """Inside the block, say that this rank, at ``place``, sends a control message of kind ``what`` inside of a backward.
 
         Raises:
             LockstepError: another rank of the node has raised, or can never meet this one there.

@@ -136,7 +136,7 @@ class SameStep:
         self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
 
     def backward(self, number: int, place: str) -> None:
-        """Say that this rank is about to average the gradients of set ``number``.
+        """Say that this rank is about to average the gradients of set ``number`` at the line ``place``.
 
         Raises:
             LockstepError: another rank can never meet this one there.
@@ -167,7 +167,7 @@ class SameStep:
             raise self.positions.error("the connection to another rank has closed") from error
 
     def numbers(self, set_number: int, weight: float) -> list[float]:
-        """This rank's numbers for the backward that it is about to run."""
+        """This rank's numbers for the backward that it is about to run, over the set ``set_number`` and with the batch's ``weight``."""
         training = self._passes.training
         numbers = [0.0] * NUMBERS
         numbers[Entry.SET] = set_number % DIGITS
@@ -179,7 +179,7 @@ class SameStep:
         return numbers
 
     def compare(self, numbers: list[float], means: list[float] | torch.Tensor, loss: torch.Tensor | None, place: Place) -> None:
-        """Compare this rank's ``numbers`` with the ``means`` of all ranks.
+        """Compare this rank's ``numbers`` for the backward at ``place`` with the ``means`` of all ranks.
 
         On a GPU, this compares those of the backward before, to not wait for the GPU, and ``loss`` is not yet among the numbers.
 

@@ -23,13 +23,13 @@ class PipelineInterceptor(Protocol):
     """The interceptor that decides how the ranks read pipelines."""
 
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A reader is being made with the arguments ``given``. Returns the arguments to change, with their new values; the others stay."""
+        """The reader ``operator`` is being made with the arguments ``given``. Returns those to change, with their new values."""
 
     def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
-        """``pipeline``, which has this ``seed``, is about to be built. Returns the seed and batch size to build it with on this rank."""
+        """``pipeline``, which has these ``operators`` and this ``seed``, is about to be built. Returns this rank's seed and batch size."""
 
     def make_iterator(self, pipelines: Collection[Any], size: int) -> int | None:
-        """An iterator of ``size`` samples is made. Returns the size for this rank; ``None`` if its readers were given no shard."""
+        """An iterator of ``size`` samples of ``pipelines`` is made. Returns this rank's size; ``None`` if its readers got no shard."""
 
     def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
         """``iter(iterator)`` was called. Returns the iterator over its batches."""

@@ -32,7 +32,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def evaluates(parameters: Iterable[torch.Tensor], in_eval: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether every trainable one of ``parameters`` was last put in eval mode. A frozen ``bn.eval()`` is not enough.
+    """Whether every trainable one of ``parameters`` was last put in eval mode, as ``in_eval`` says. A frozen ``bn.eval()`` is not enough.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> all_of_them, last = list(model.parameters()), set(map(id, model[1].parameters()))

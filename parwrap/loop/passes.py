@@ -43,9 +43,10 @@ class Batch(NamedTuple):
 
 
 def loss_factor(weight: float, size: int, options: Options) -> float:
-    """The factor of a batch's loss besides ``weight``. A sum already grows with the samples, so the factor cancels ``weight``.
+    """The factor of a batch's loss on ``size`` ranks, besides ``weight``; 1.0 if the loss is a mean.
 
-    With ``batch="global"``, the factor also makes a sum over ranks of the mean over ranks.
+    A sum already grows with the samples, so the factor cancels ``weight``. With ``batch="global"``, the factor also makes a sum over ranks
+    of the mean over ranks.
 
     >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
     (1.0, 2.5)
@@ -263,12 +264,12 @@ class Passes:
             self.draw()
 
     def same_draws(self, entered: bool) -> None:
-        """Record that the script enters or leaves ``with parwrap.same_draws()``, in which all ranks draw the same numbers."""
+        """Record that the script has ``entered`` or left ``with parwrap.same_draws()``, in which all ranks draw the same numbers."""
         self._same_draws += 1 if entered else -1
         self.draw()
 
     def drew(self, training: Pass, samples: int) -> None:
-        """Note that ``training`` has drawn a batch."""
+        """Note that ``training`` has drawn a batch of ``samples`` samples on this rank."""
         training.drew(samples)
         self.clock.samples += samples
         training.drawn_after = self.backwards
@@ -290,7 +291,7 @@ class Passes:
         return training.in_flight[-1].samples if training is not None and training.in_flight else None
 
     def is_stand_in(self, samples: int) -> bool:
-        """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and repeats what it has read."""
+        """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and only joins the step."""
         training = self.training or self._last_training
         if training is None or all(batch.weight for batch in training.in_flight):
             return False

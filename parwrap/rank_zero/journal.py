@@ -145,7 +145,7 @@ class Ahead:
 
 
 class JournalReader:
-    """Reads the journal.
+    """Reads the journal in ``folder``.
 
     Attributes:
         saves: where to read each saved file, by the name of its save.

@@ -124,7 +124,7 @@ class PathRules:
         return None if self.exempt(key) else key
 
     def key(self, path: Any, dir_fd: int | None = None) -> str:
-        """The unique name of ``path``: its folder with links resolved, and its last part."""
+        """The unique name of ``path``, which is relative to ``dir_fd`` if given: its folder with links resolved, and its last part."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(path_of(dir_fd), text)
@@ -137,14 +137,14 @@ class PathRules:
         return os.path.join(real, name)
 
     def link(self, key: str, target: str | None) -> None:
-        """Record that the path is now a symbolic link to ``target``, or no link if ``target`` is ``None``."""
+        """Record that the path named ``key`` is now a symbolic link to ``target``, or no link if ``target`` is ``None``."""
         if target is not None:
             self._links[key] = target
         else:
             self._links.pop(key, None)
 
     def target(self, key: str) -> str | None:
-        """The target of the symbolic link that :meth:`link` recorded at the path, if any."""
+        """The target of the symbolic link that :meth:`link` recorded at the path named ``key``, if any."""
         return self._links.get(key)
 
     def followed(self, key: str) -> str:
@@ -159,7 +159,7 @@ class PathRules:
         return key
 
     def exempt(self, key: str) -> bool:
-        """Whether every rank reads and writes the path of this name directly on the disk."""
+        """Whether every rank reads and writes the path named ``key`` directly on the disk."""
         known = self._known.get(key)
         if known is None:
             above = {key, *ancestors(key)}
@@ -168,7 +168,7 @@ class PathRules:
         return known
 
     def own(self, key: str) -> None:
-        """Exempt the path of this name, and all paths below it, from now on, because it belongs to this process."""
+        """Exempt the path named ``key``, and all paths below it, from now on, because it belongs to this process."""
         self._own.add(key)
         self._known.clear()
 

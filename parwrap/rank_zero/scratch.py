@@ -203,7 +203,10 @@ class Overlay:
         self.remove(source)
 
     def fresh(self, key: str, folder: bool = False) -> str:
-        """A new path in the scratch directory. It ends with the same name as ``key``, because some libraries look at the name."""
+        """A new path in the scratch directory, where an empty folder is made if ``folder``.
+
+        It ends with the same name as ``key``, because some libraries look at the name.
+        """
         self._made += 1
         inside = os.path.join(self.scratch, str(self._made))
         os.mkdir(inside)
@@ -319,7 +322,7 @@ class Overlay:
         return key
 
     def hidden(self, path: str, found: os.stat_result) -> bool:
-        """Whether to hide ``path`` on the disk, because rank 0 or another process has made or changed it ahead of this rank."""
+        """Whether to hide ``path``, whose status on the disk is ``found``: rank 0 or another process has changed it ahead of this rank."""
         if self.rules.of_another_rank(path):
             return True
         when = found.st_ctime

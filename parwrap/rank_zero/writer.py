@@ -373,7 +373,7 @@ class WriterFiles:
 
 
 def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
-    """Write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that in the archive.
+    """Let ``write`` write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that name.
 
     A device, a file with several names, and a file in a read-only folder are written directly.
     """

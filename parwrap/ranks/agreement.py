@@ -70,7 +70,7 @@ def agree_on(group: Group, kind: str, value: object, error: Callable[[list[Any]]
 
 
 def first_other(all_ranks: Sequence[Any]) -> tuple[int, Any]:
-    """The first rank that differs from rank 0, and what it has.
+    """The first rank whose entry in ``all_ranks`` differs from that of rank 0, and this entry.
 
     >>> first_other(["a", "a", "b"])
     (2, 'b')

@@ -31,7 +31,7 @@ def of_sharing(ranks: int, gpus: int, option: str) -> str:
 
 
 def visible_gpu(local_rank: int, visible: list[str]) -> str:
-    """Which of the ``visible`` GPUs a rank may see.
+    """Which of the ``visible`` GPUs the rank with the number ``local_rank`` on its node may see.
 
     Raises:
         LaunchError: the node has more ranks than GPUs.

@@ -278,7 +278,7 @@ class ShardedTensors:
         local_tensor(target).copy_(local_tensor(self.shared(whole, target)))
 
     def shared(self, whole: T, like: DTensor) -> DTensor:
-        """This rank's part of ``whole``, after a check that all ranks have the same values.
+        """This rank's part of ``whole``, placed like ``like``, after a check that all ranks have the same values.
 
         Raises:
             RankMismatchError: the values differ.
@@ -451,7 +451,7 @@ def refuse_alone(what: str) -> NoReturn:
 
 
 def refuse_hook(where: str) -> NoReturn:
-    """Raise :class:`UsageError` for a hook that torch would not call, or would call with a part of the gradient."""
+    """Raise :class:`UsageError` for a hook that torch would not call, or would call with a part of the gradient. ``where`` describes it."""
     raise UsageError(
         f"a hook {where} would not get the gradient of the whole parameter: with strategy='fsdp', a backward computes that gradient for a "
         "gathered copy, and the parameter gets only this rank's part of it. Change p.grad after backward(), or use strategy='ddp'."

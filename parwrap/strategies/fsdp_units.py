@@ -22,7 +22,8 @@ BLOCK = 100_000
 def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """The modules inside ``root`` that are gathered and sharded separately, inner ones before those around them.
 
-    Modules that share a parameter with another of them, or with the rest of ``root``, are left out.
+    ``wrap`` selects them, as :data:`Wrap` says. Those that share a parameter with another of them, or with the rest of ``root``, are left
+    out.
 
     >>> blocks = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> len(units(blocks, wrap="Linear")), len(units(blocks, wrap=7)), len(units(blocks, wrap=None))

@@ -59,7 +59,7 @@ class Loop:
 
 
 def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:
-    """Describe the first parameter that is not the same on rank 0 and another rank. Each rank has a list of shapes and dtypes.
+    """Describe the first parameter that is not the same on rank 0 and another rank. ``all_ranks`` has the shapes and dtypes of each.
 
     >>> differing_parameter([[((2,), "torch.float32")], []])
     'parameter 0 of their optimizers differs: rank 0 has one of shape (2,) and torch.float32, and rank 1 has none'
@@ -69,7 +69,7 @@ def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:
 
 
 def refuse_one_vector(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse an optimizer that keeps one state for all parameters together, which cannot be sharded.
+    """Refuse an optimizer that keeps one state for all parameters together, which ``strategy`` cannot shard.
 
     Raises:
         UsageError: ``optimizer`` is an LBFGS.
@@ -123,7 +123,7 @@ class Strategy(Interceptor):
         """Undo what the strategy has put on the script's modules and parameters. Called when the scope closes, also after an error."""
 
     def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
-        """Build the script's ``nn.DataParallel`` with the device of this rank alone."""
+        """Build the script's ``nn.DataParallel`` by ``build``, with the device of this rank alone."""
         device = self.loop.group.device
         build([device.index or 0] if device.type == "cuda" else None)
 

@@ -128,7 +128,7 @@ def missing_names(names: Iterable[str]) -> list[str]:
 
 
 def private(path: str) -> Any:
-    """The object with this dotted name; if torch does not have it, a function that raises an error that says so when it is called.
+    """The object with the dotted name ``path``; if torch does not have it, a function that raises an error that says so when it is called.
 
     So a torch that has changed one private name can still do whatever does not need it.
 
