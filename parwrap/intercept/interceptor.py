@@ -41,9 +41,9 @@ class Interceptor:
         """``loss.backward()`` or ``torch.autograd.backward(losses)`` was called."""
 
     def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
-        """``cross_entropy`` or ``nll_loss`` has returned ``loss``; ``mean()`` describes it; ``None`` if it is no mean over classes.
+        """``cross_entropy`` or ``nll_loss`` has returned ``loss``. Returns the loss that the script gets.
 
-        Returns the loss that the script gets.
+        ``mean()`` describes ``loss``, or returns ``None`` if it is no mean over targets that are classes.
         """
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:

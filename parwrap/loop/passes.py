@@ -95,7 +95,7 @@ class Pass:
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         refuses_backward: why it does not train, if a backward in it is an error because the loader trained on shares before; else empty.
-        in_flight: the last batches drawn, if batches have weights: three, or more if the loop has not trained on more.
+        in_flight: the last three batches drawn, or more if the loop has not trained on these yet; only if batches have weights.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
     """

@@ -211,7 +211,7 @@ class ReplicaFiles:
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
         """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same.
 
-        With ``stands_in``, it writes all, and so it does to a buffer or a path that every rank writes.
+        It writes all with ``stands_in``, and to a buffer or a path that every rank writes.
         """
         path = saved_path(file)
         key = self._written(path) if path is not None else None

@@ -299,7 +299,7 @@ class WriterFiles:
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
         """``torch.save``: a file given by its path is written by :func:`write_atomically`.
 
-        The other ranks can load what is saved, unless it is a buffer or a path that every rank writes.
+        The other ranks can load what is saved, except from a buffer or a path that every rank writes.
         """
         path = saved_path(file)
         if path is None or not self._rules.looks():

@@ -233,7 +233,7 @@ class Sites:
     def grow(self, site: Site, call: Backward) -> None:
         """After a backward that has reached parameters outside of every set, add these to the set of ``site``, and average their gradients.
 
-        It is enough that one rank has reached them. If an optimizer owns one, all that it trains are added. A parameter that
+        It is enough that one rank has reached them. If an optimizer owns one, all parameters that it trains are added. A parameter that
         no optimizer owns is found by its number in ``Modules.trainable``, which is the same on all ranks.
         """
         assert site.averager is not None
