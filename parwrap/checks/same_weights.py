@@ -316,11 +316,16 @@ def take_rank_zeros(group: Group, tensors: Sequence[torch.Tensor]) -> Differ:
         sent = each.detach().clone()
         dist.broadcast(sent, 0)
         if sent.numel() and not torch.equal(each.detach(), sent):
-            rounding = max(256 * torch.finfo(torch.float32).eps, 2 * torch.finfo(sent.dtype).eps)
-            largest = float(sent.abs().nan_to_num(0, 0, 0).max())
-            alike = torch.allclose(each.detach(), sent, rtol=0, atol=rounding * largest, equal_nan=True)
-            how = max(how, Differ.BY_ROUNDING if alike else Differ.MORE)
+            how = max(how, Differ.BY_ROUNDING if _differ_by_rounding(each.detach(), sent) else Differ.MORE)
         each.data.copy_(sent)
     on_any_rank = torch.tensor(int(how))
     dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group.control)
     return Differ(int(on_any_rank))
+
+
+def _differ_by_rounding(mine: torch.Tensor, sent: torch.Tensor) -> bool:
+    if not (sent.is_floating_point() or sent.is_complex()):
+        return False
+    rounding = max(256 * torch.finfo(torch.float32).eps, 2 * torch.finfo(sent.dtype).eps)
+    largest = float(sent.abs().nan_to_num(0, 0, 0).max())
+    return torch.allclose(mine, sent, rtol=0, atol=rounding * largest, equal_nan=True)

@@ -429,10 +429,20 @@ class ParameterServer(OneModel):
         return state
 
     def load_optimizer_state(self, optimizer: Optimizer, original: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-        """Load ``state``. If the servers have ``optimizer``, load it there, unless this rank runs alone."""
-        original(state)
+        """Load ``state``; if the servers have ``optimizer``, load it there.
+
+        Raises:
+            UsageError: the servers have ``optimizer``, but only this rank runs the calling code.
+        """
         number = self._numbers.get(optimizer)
-        if number is None or is_alone():
+        if number is not None and is_alone():
+            raise UsageError(
+                f"{script_place()} loads the state of a {type(optimizer).__name__}, which all workers send to its parameter servers "
+                "together. But code inside @parwrap.rank_zero_only or rank_zero_first runs without the other ranks: read the file inside, "
+                "and call load_state_dict() after that code, on all ranks."
+            )
+        original(state)
+        if number is None:
             return
         self._meet("loading the state of an optimizer")
         if self._group.world.rank == 0:

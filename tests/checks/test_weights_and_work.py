@@ -228,6 +228,24 @@ def test_weights_that_differ_at_the_first_backward_are_rank_zeros():
 
 
 @pytest.mark.ranks(2)
+def test_integer_parameters_that_differ_at_the_first_step_are_rank_zeros():
+    model = nn.Linear(4, 1)
+    model.steps = nn.Parameter(torch.tensor([3 + parwrap.rank()]), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    @parwrap.distributed(strategy="local_sgd")
+    def run():
+        (x,) = next(iter(DataLoader(data(), batch_size=2, shuffle=True)))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="the weights of the ranks differ at their first step, so rank 0's are used on all"):
+        run()
+
+    assert [3] == model.steps.tolist()
+
+
+@pytest.mark.ranks(2)
 def test_weights_that_change_after_the_last_step_are_found_at_the_end():
     @parwrap.distributed
     def run():

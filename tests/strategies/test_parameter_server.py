@@ -443,6 +443,23 @@ def test_a_loss_scale_trains_where_each_worker_has_its_own_pace():
     torch.testing.assert_close(flat(train()), flat(model), atol=1e-2, rtol=0)
 
 
+@pytest.mark.ranks(3)
+def test_a_state_that_one_worker_loads_by_itself_is_refused():
+    @served()
+    def load():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        with parwrap.rank_zero_first():
+            optimizer.load_state_dict(state)
+
+    text = r"py:\d+ loads the state of a SGD, which all workers send to its .* call load_state_dict\(\) after"
+    with pytest.raises((UsageError, LockstepError), match=text):
+        load()
+
+
 # what a server's process does
 
 
