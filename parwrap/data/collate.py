@@ -33,11 +33,11 @@ class pad_collate:
     Args:
         pad_value: the padding value, or a dict from the name or position of a field to its value. A number does not apply to ``labels``,
             which are padded with -100, nor to ``attention_mask`` and ``token_type_ids``, which are padded with 0. Fields that a dict does
-            not name are padded with 0, and ``labels`` with -100.
+            not name are padded with 0, or with -100 if they are ``labels``.
         multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to ``input_ids``, or
-            else to the first sequence of a sample, and to sequences that are as long as it in every sample of the batch.
+            else to the first sequence of a sample, to sequences as long as it in every sample of the batch, and to all that need padding.
         attention_mask: whether to add a mask of ones for tokens and zeros for padding. It follows ``input_ids``, or else the
-            first sequence. In a dict its key is ``attention_mask``; in a tuple it comes last. By default it is added to dicts that have
+            first sequence. In a dict its key is ``attention_mask``; otherwise it comes last. By default it is added to dicts that have
             ``input_ids`` and no mask.
         fields: names or positions of the sequences; detected by default.
 
@@ -202,12 +202,12 @@ class Trimmed:
 
 
 def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: Any = None) -> Any:
-    """``batch`` without the columns that are padding in all rows of its sequences.
+    """``batch`` without the last columns, as far as they are padding in all rows of its sequences.
 
     The lengths of sequences come from ``attention_mask``, if present. Otherwise they are found by ``pad_value`` at the end of the sequences
     in ``field``, or in the first integer tensor with rows and columns. All tensors of that shape are cut at the same column, if they
-    contain a single value from there on. What is left has a multiple of ``multiple_of`` columns, unless it had fewer. Dicts and lists of
-    ``batch`` are changed in place.
+    contain a single value from there on. What is left has a multiple of ``multiple_of`` columns, or all that ``batch`` had. Dicts and lists
+    of ``batch`` are changed in place.
 
     >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
     [tensor([[5, 6],

@@ -391,7 +391,7 @@ def _digest(drawn: list) -> str:
 
 
 def rows_of(item: Any) -> int:
-    """The first dimension of a loader's item; 1 if it has none.
+    """The size of the first dimension of a loader's item; of a container, that of its first tensor, array or container; 1 if there is none.
 
     >>> rows_of({"x": [torch.zeros(3, 2)]}), rows_of("text")
     (3, 1)

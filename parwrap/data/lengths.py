@@ -103,7 +103,10 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self._refuse_too_long()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass to ``epoch``. Later passes count from there. It has no effect unless ``seed`` is an integer."""
+        """Set the number of the next pass to ``epoch``. Later passes count from there.
+
+        It has no effect without ``shuffle``, or if ``seed`` is not an integer.
+        """
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -312,7 +315,7 @@ class Lengths:
         self._known: dict[int, tuple[Any, int, np.ndarray | None]] = {}
 
     def of(self, loader: DataLoader) -> np.ndarray | None:
-        """The lengths of the samples of ``loader``; ``None`` if all are the same."""
+        """The lengths of the samples of ``loader``; ``None`` if they do not differ or were not found."""
         dataset: Any = loader.dataset
         key, samples = id(dataset), len(dataset)
         known, count, lengths = self._known.get(key, (lambda: None, -1, None))
@@ -327,7 +330,7 @@ class Lengths:
 
 
 def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = None) -> np.ndarray | None:
-    """The length of each sample of ``dataset``; ``None`` if all are the same.
+    """The length of each sample of ``dataset``; ``None`` if lengths do not differ or were not found.
 
     Args:
         dataset: a dataset with a length and indices. After it is read, the random streams are restored.

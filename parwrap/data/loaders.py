@@ -124,7 +124,7 @@ def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: we
 
 
 def is_replicated(loader: DataLoader) -> bool:
-    """Whether :func:`replicate` was the script's last call for ``loader``, or for the loader that it is a copy of."""
+    """Whether the script called :func:`replicate`, and not :func:`shard` since, for ``loader`` or the loader that it is a copy of."""
     return loader in _replicated
 
 
@@ -168,7 +168,10 @@ class _Known:
 
 
 class Loaders(Sources, Interceptor):
-    """Gives each rank its share of training passes, and everything of all other passes; arguments are those of :class:`Sources`."""
+    """Gives each rank its share of training passes, and everything of all other passes and of replicated loaders.
+
+    The arguments are those of :class:`Sources`.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

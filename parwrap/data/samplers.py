@@ -105,8 +105,8 @@ def block(samples: int, rank: int, size: int) -> range:
 def part_of(samples: list, rank: int, size: int) -> tuple[list, float]:
     """The part of ``samples`` that rank ``rank`` of ``size`` trains on, and its weight in an average over ranks.
 
-    The weight is the part's number of samples times the number of ranks, divided by all samples. A rank without a part gets the first
-    sample with weight 0, so that it joins the step.
+    The weight is the part's number of samples times the number of ranks, divided by the number of all samples. A rank without a part gets
+    the first sample with weight 0, so that it joins the step.
 
     >>> part_of([1, 2, 3], 1, 2), part_of([4], 1, 2)
     (([3], 0.6666666666666666), ([4], 0.0))
@@ -175,7 +175,7 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
 
 
 def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str) -> None:
-    """Raise if one process has a batch of ``loader``, and each of ``size`` ranks has none in its ``share``."""
+    """Raise :class:`UsageError` if one process has a batch of ``loader``, and each of ``size`` ranks has none in its ``share``."""
     try:
         whole, own = _batches(loader), _batches(share)
     except TypeError:  # of unknown length
@@ -205,8 +205,8 @@ def in_rounds(pieces: int, size: int, uneven: str) -> int:
 def copied_with(loader: DataLoader, **others: Any) -> DataLoader:
     """A shallow copy of ``loader`` with some attributes replaced by ``others``.
 
-    Everything else is kept, for subclasses too. ``DataLoader.__setattr__`` refuses new samplers, so this sets ``vars``. ``copy.copy`` would
-    leave a cache on the class.
+    Everything else is kept, for subclasses too, except the iterator that torch keeps. ``DataLoader.__setattr__`` refuses new samplers, so
+    this sets ``vars``. ``copy.copy`` would leave a cache on the class.
     """
     copied = loader.__class__.__new__(loader.__class__)
     vars(copied).update({**vars(loader), ITERATOR: None, **others})
@@ -242,7 +242,7 @@ def divides_itself(sampler: Any, rank: int, size: int) -> bool:
 
 
 def batches_by_size(loader: DataLoader) -> bool:
-    """Whether ``loader`` puts samples into batches as they come: its batch sampler is torch's, or that of a stateful loader."""
+    """Whether ``loader`` batches samples as they come: its batch sampler is torch's or a stateful loader's, or it has none."""
     batches = loader.batch_sampler
     made_by_loader = loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is loader.sampler
     return batches is None or type(batches) is BatchSampler or made_by_loader

@@ -78,7 +78,7 @@ class Sources:
     def end(self, iteration: Any, exhausted: bool) -> None:
         """End the pass of ``iteration``; ``exhausted`` says whether it was read to its end.
 
-        After a line's first training pass on shares, print how many samples this rank has read.
+        After a line's first pass over a share that trained, print how many samples this rank has read.
         """
         opened: Pass = iteration.opened
         opened.exhausted = exhausted

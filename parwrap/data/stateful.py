@@ -38,7 +38,8 @@ class Reading(NamedTuple):
 def forwarded_states(
     reading: Callable[[DataLoader], Reading], resume: Callable[[DataLoader, int | None, torch.Tensor | None], None]
 ) -> AbstractContextManager[None]:
-    """Inside the block, ``state_dict()`` of a stateful loader is that of the copy that is read; ``load_state_dict()`` resumes its order.
+    """Inside the block, a stateful loader's ``state_dict()`` is that of the copy being read, if any; ``load_state_dict()`` resumes its
+    order.
 
     Args:
         reading: a function that returns what a loader reads.

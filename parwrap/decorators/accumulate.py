@@ -22,8 +22,9 @@ class accumulate(ScopeDecorator):
 
     Write ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``, with or without ``distributed``. Each optimizer
     takes one step for every ``steps`` calls of its ``step()``, on the mean of their gradients. The other calls of ``step``, and clipping
-    before them, change nothing, and ``backward`` sends nothing to other ranks. When a loader or the function ends, the optimizer steps on
-    the mean of the batches since its last step. Inside another ``accumulate`` it has no effect, and a different ``steps`` is an error.
+    before them, change nothing. The backwards before them send nothing to other ranks, except with fsdp. When a loader or the function
+    ends, the optimizer steps on the mean of the batches since its last step. Inside another ``accumulate`` with the same ``steps`` it has
+    no effect; with a different one it is an error.
 
     Args:
         steps: the number of calls of ``step()`` for one optimizer step, at least 1.

@@ -33,10 +33,10 @@ HALVING = {"in calls": HalfInCalls, "for good": HalfForGood}
 class amp(ScopeDecorator):
     """Compute in half precision where it is faster; with fp16, also scale the loss dynamically.
 
-    Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves unscaled gradients, and a step with a gradient
-    that is not finite is skipped on every rank. The scale is kept from call to call, unless the function builds an optimizer before its
-    first backward: then it begins again. Inside another ``amp``, one without a dtype, level or device has no effect. A dtype or level sets
-    the precision of the forward, and if the outer ``amp`` has a loss scale, the inner one uses it.
+    Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves unscaled gradients. With a loss scale, a step with
+    a gradient that is not finite is skipped on every rank. The scale is kept from call to call, but begins again if the function builds an
+    optimizer before its first backward and has loaded no state. Inside another ``amp``, one without a dtype, level or device has no effect.
+    One with any of these sets the precision of the forward; if the outer ``amp`` has a loss scale, the inner one uses it.
 
     Args:
         dtype: ``"bf16"``, ``"fp16"`` (which adds the loss scale), or ``"auto"``: bf16 where the device has it, otherwise fp16.

@@ -34,15 +34,16 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
     gathered rows; ``backward`` then leaves the gradient that a single process with the whole batch would compute.
 
     Args:
-        x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
+        x: a dense tensor with at least one dimension. Only the number of rows may differ between ranks.
 
     Returns:
         A tensor with the rows of all ranks along dimension 0, on the device of ``x``. It is ``x`` itself on one rank, in a pass that every
         rank reads whole, and with ``strategy="none"``.
 
     Raises:
-        UsageError: ``x`` is not a tensor with rows, or the call is in a checkpoint that the backward recomputes.
-        RankMismatchError: the dtypes or shapes of rows differ between ranks; every rank raises it, with the difference.
+        UsageError: ``x`` is not a dense tensor with rows, or is complex and requires a gradient; or the call is in a checkpoint that the
+            backward recomputes.
+        RankMismatchError: the dtype, the shape of a row or ``requires_grad`` differs between ranks; every rank raises it.
 
     >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
     tensor([[1.],
@@ -71,11 +72,11 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
 
     Returns:
         ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts, and by the weight with which parwrap multiplies the
-        loss of this batch, if it has one; 0 if nothing is counted. On one rank, with ``strategy="none"``, and in a pass that every rank
-        reads whole, it is the mean of this rank's losses.
+        loss of this batch, if it has one; 0 if nothing is counted or that weight is 0. On one rank, with ``strategy="none"``, and in a pass
+        that every rank reads whole, it is the mean of this rank's losses.
 
     Raises:
-        UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is not a non-negative number.
+        UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is negative or not finite.
 
     >>> mean_over_ranks(torch.tensor(6.0), 3)
     tensor(2.)

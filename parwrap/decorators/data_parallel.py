@@ -27,7 +27,8 @@ class data_parallel(ScopeDecorator):
     ``torch.nn.DataParallel``, and outputs are joined along it. Outputs, losses and gradients are those of one device, if samples do not
     depend on each other; ``sync_bn`` makes batch norms use the whole batch. A module counts as a model if it has parameters and is called
     from outside any other module. On several ranks it has no effect unless it names several devices, which is an error. Inside another
-    ``data_parallel``, the inner one decides for its function or block; if it names a single device, nothing is divided there.
+    ``data_parallel``, the inner one decides for its function or block, except that ``"all"`` has no effect with fewer than two GPUs. If it
+    names a single device, nothing is divided there.
 
     Args:
         device_ids: GPU numbers or device names, such as ``[0, 1]`` or ``["cpu", "cpu"]``, or ``"all"``, which are the GPUs that torch

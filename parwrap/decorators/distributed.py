@@ -107,15 +107,15 @@ STRATEGIES = {
 class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
-    Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no process
-    group. Inside another ``distributed``, also that of ``parwrap.run``, the options given here replace those of the outer one while the
-    inner function runs. ``backend``, ``strategy`` and ``timeout`` are always those of the outermost one.
+    Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher or ``nprocs`` it runs on one rank, with
+    no process group. Inside another ``distributed``, also that of ``parwrap.run``, the options given here replace those of the outer one
+    while the inner function runs. ``backend``, ``strategy`` and ``timeout`` are always those of the outermost one.
 
     Args:
         backend: the backend of the process group; by default nccl for GPUs and gloo for the CPU.
         seed: the seed of torch, numpy and python on all ranks; by default all ranks continue from rank 0's random state.
         batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part of every
-            batch, so that a model without random layers trains as in a single process, up to rounding.
+            batch, so that a model without random layers or batch norms trains as in a single process, up to rounding.
         uneven: if samples do not divide evenly, ``"pad"``: some are repeated, like in ``DistributedSampler``; ``"drop"``: some are skipped;
             ``"join"``: each is used once, and ranks are weighted by their number of samples in a step, which may be 0.
         lr: ``"linear"`` or ``"sqrt"``: multiplies the learning rate of each step by the number of ranks, or its square root, because the
@@ -262,13 +262,13 @@ def no_sync() -> AbstractContextManager[None]:
 
 
 def average_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Average the gradients of ``parameters`` over the ranks now, outside of a backward; on one rank it does nothing."""
+    """Average the gradients of ``parameters`` over the ranks now. On one rank and outside of ``distributed`` it does nothing."""
     if _scope is not None and _scope.strategy is not None:
         _scope.strategy.average(parameters)
 
 
 def open_passes() -> Passes | None:
-    """The open passes; ``None`` outside of ``distributed``, on one rank, and if the script distributes itself."""
+    """The open passes; ``None`` outside of ``distributed``, on one rank, on a parameter server, and if the script distributes itself."""
     loop = open_loop()
     return None if loop is None else loop.passes
 
@@ -608,7 +608,7 @@ def explained() -> Iterator[None]:
 
 
 def draws_put_back() -> AbstractContextManager[None]:
-    """Restore the random streams after the block. Only this rank runs the block, so the streams of the other ranks do not move."""
+    """Restore the random streams after the block, which only this rank runs. Do nothing where :func:`open_passes` returns ``None``."""
     passes = open_passes()
     return nullcontext() if passes is None else passes.streams.put_back()
 

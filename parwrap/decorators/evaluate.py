@@ -56,9 +56,9 @@ MOST_CHECKED = 16
 class evaluate(ScopeDecorator):
     """Make each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
 
-    Write ``@evaluate(reduce="sum")`` on a function or method that all ranks call together, inside ``distributed``. No sample is read twice
-    or missed, even if a loader has fewer batches than there are ranks. Batches are those of a single process, and so are all lengths. Each
-    pass must read its loader to the end. With one rank it has no effect.
+    Write ``@evaluate(reduce="sum")`` on a function or method that all ranks call together, inside ``distributed``. Each sample counts once,
+    even if a loader has fewer batches than there are ranks. Batches are those of a single process, and so are the lengths of loaders and
+    datasets. Each pass must read its loader to the end. With one rank and with ``strategy="none"`` nothing is divided.
 
     The first call also evaluates all the data on every rank, and compares the results. If the merged result differs by more than
     floating-point noise, one warning says so, and every rank evaluates everything, in this and later calls. The same holds for a function
@@ -81,8 +81,10 @@ class evaluate(ScopeDecorator):
             calls are compared. ``False`` divides the data unchecked.
 
     Raises:
-        UsageError: ``reduce`` is missing or has another value, the function trains, or its results cannot be merged exactly.
-        RankMismatchError: the function failed on another rank, or ranks evaluate different data.
+        UsageError: ``reduce`` is missing or has another value. In a call: the function trains or does not read a loader to its end, or its
+            results cannot be merged.
+        RankMismatchError: ranks evaluate different data; or the function failed on another rank, with an exception that cannot be sent. One
+            that can be sent is raised on all ranks.
 
     >>> import torch
     >>> from torch.utils.data import DataLoader

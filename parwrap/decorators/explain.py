@@ -36,11 +36,12 @@ __all__ = ["explain"]
 
 
 class explain(ScopeDecorator):
-    """When the function ends, print a table of what parwrap did at each line of the script, on rank 0's stderr.
+    """When the function or block ends, print a table of what parwrap did at each line of the script, on rank 0's stderr.
 
     Write ``@explain``, ``@explain(report="explained.json")`` or ``with explain():`` inside of ``distributed``; for a script, ``--explain``.
-    There is a row for each line that reads a loader, runs a backward, steps an optimizer, writes or prints, with the rule of the contract
-    that decided and what would change it; then come the warnings. Without several ranks there is nothing to explain.
+    There is a row for each line that reads a loader, runs a backward, steps an optimizer, calls ``torch.save``, opens a file to write, or
+    prints, with the rule of the contract that decided and what would change it; then come the warnings. Without several ranks there is
+    nothing to explain.
 
     Args:
         report: a file that gets the same as JSON: ``rows``, a list of objects, and ``warnings``.

@@ -27,8 +27,8 @@ class hogwild(ScopeDecorator):
     Write ``@hogwild`` or ``@hogwild(workers=4)`` on a plain training function. In a plain process, each call starts the workers on CPUs,
     and returns the result of worker 0 when all have ended. On Linux workers are forked, with one thread each; on macOS they are spawned.
     After the call, the caller's models, optimizers, schedulers and tensors have the trained state, in the same objects; see
-    :func:`parwrap.launch`. An error of a worker is raised in the caller. ``@hogwild`` is short for ``distributed(strategy="hogwild",
-    nprocs=workers)``: where ranks have been started already, the function runs on these.
+    :func:`parwrap.launch`. An error of a worker is raised in the caller. With ``workers=1`` no process is started. ``@hogwild`` is short
+    for ``distributed(strategy="hogwild", nprocs=workers)``: where ranks have been started already, the function runs on these.
 
     Args:
         workers: the number of workers; by default the number of cores.

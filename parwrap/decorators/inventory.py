@@ -30,7 +30,7 @@ T = TypeVar("T")
 def reachable(kind: type[T] | tuple[type[T], ...], call: Call) -> list[T]:
     """The objects of ``kind`` among what a function can reach by name; for a ``with`` block, among the variables around it.
 
-    Objects and containers of up to 1,000 items are looked into one level deep.
+    Objects of the script and containers of up to 1,000 items are searched, and so are the lists, tuples and dicts in them.
 
     >>> sgd = torch.optim.SGD([torch.ones(1)])
     >>> reachable(torch.optim.Optimizer, Call(print, ({"optimizers": [sgd]},), {"other": sgd})) == [sgd]
@@ -43,7 +43,7 @@ def reachable(kind: type[T] | tuple[type[T], ...], call: Call) -> list[T]:
 
 
 def found(kind: type[T] | tuple[type[T], ...], values: Iterable[Any]) -> list[T]:
-    """The objects of ``kind`` among ``values`` and one level deep in them."""
+    """The objects of ``kind`` among ``values``, among what these hold, and in lists, tuples and dicts there."""
     there: dict[int, T] = {}
     for value in values:
         for member in (value, *_members(value)):

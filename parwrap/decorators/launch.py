@@ -24,14 +24,15 @@ def launch(
     as it comes, and Ctrl-C ends them.
 
     Afterwards the caller's models, optimizers, schedulers, tensors, gradient scalers and random generators have the state of rank 0, in the
-    same objects as before: those among the arguments, the ``self``, the closure and the globals that the function names, and one level deep
-    in these. Other objects that the function changed stay as they were in this process, and a warning names them. Random numbers continue
-    from rank 0's. If a rank raises an exception, it is raised here, with its own type, and the other ranks are ended.
+    same objects as before: those among the arguments, the ``self``, the closure and the globals that the function names, and those that
+    objects and containers among these hold. Other objects that the function changed stay as they were in this process, and a warning names
+    them. Random numbers continue from rank 0's. If a rank raises an exception, it is raised here, with its own type if that can be sent,
+    and the other ranks are ended.
 
     If ranks have been started already, for example by ``python -m parwrap.run``, the function runs on these.
 
     Args:
-        function: the function to call. Its decorator sets the options of ``distributed``.
+        function: the function to call. Its decorator sets the options of ``distributed`` other than ``nprocs`` and ``start_method``.
         args, kwargs: arguments of the function. If one has the name of an argument of ``launch``, use ``functools.partial``.
         nprocs: the number of ranks, ``"gpu"`` (a rank for each GPU), ``"cpu"`` (for each core) or ``"auto"`` (for each GPU; without GPUs,
             for each core). By default the number of GPUs; without GPUs, 1. With 1, the function runs in this process.

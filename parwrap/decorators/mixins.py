@@ -111,7 +111,7 @@ class AmpMixin(_Mixin, decorator=amp):
 
 
 class AccumulateMixin(_Mixin, decorator=accumulate):
-    """``@accumulate`` for the methods ``train`` and ``fit`` of a class, as in ``class Trainer(AccumulateMixin, steps=4)``."""
+    """``@accumulate`` for the training methods of a class, as in ``class Trainer(AccumulateMixin, steps=4)``."""
 
 
 class SyncBNMixin(_Mixin, decorator=sync_bn):
@@ -123,7 +123,7 @@ class UniformLengthMixin(_Mixin, decorator=uniform_length):
 
 
 class EvaluateMixin(_Mixin, decorator=evaluate):
-    """``@evaluate`` for the methods ``evaluate``, ``validate`` and ``test`` of a class.
+    """``@evaluate`` for the methods ``evaluate``, ``validate`` and ``test`` of a class, and those that ``parwrap_evaluate_methods`` names.
 
     >>> class Trainer(EvaluateMixin, reduce="sum"):
     ...     def evaluate(self, losses):

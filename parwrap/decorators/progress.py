@@ -36,7 +36,7 @@ class progress(ScopeDecorator):
     """Show a tqdm bar for each training pass over a loader.
 
     Write ``@progress`` or ``with progress():``; for a script, ``--progress``. The bar is rank 0's, on stderr. There is none if stderr is
-    not a terminal, or if the script has a bar of its own around the loader.
+    not a terminal, or if the script has a bar of its own around the loader. On one rank, a pass counts as training if gradients are on.
 
     Raises:
         UsageError: tqdm is not installed.

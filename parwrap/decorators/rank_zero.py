@@ -32,7 +32,7 @@ NAP = 0.002, 0.25
 
 
 class rank_zero_only(ScopeDecorator):
-    """Run a function on rank 0 only; on the other ranks it does nothing and returns ``None``.
+    """Run a function on rank 0 only. On the other ranks its call does nothing and returns ``None``, or rank 0's result with ``broadcast``.
 
     Write ``@rank_zero_only`` or ``@rank_zero_only(broadcast=True)``, on functions and methods. Files that rank 0 writes in it are there for
     all ranks afterwards.
@@ -42,8 +42,10 @@ class rank_zero_only(ScopeDecorator):
         broadcast: whether to send rank 0's result to all ranks, which wait for it; the result must pickle.
 
     Raises:
-        UsageError: used as a ``with`` block, which cannot skip its body; or ``local`` and ``broadcast`` together.
-        RankZeroError: on the waiting ranks, when rank 0 has raised.
+        UsageError: used as a ``with`` block, which cannot skip its body; ``local`` and ``broadcast`` together; or a result that cannot be
+            sent.
+        RankZeroError: with ``broadcast``, on the waiting ranks, when rank 0 has raised.
+        RankMismatchError: with ``broadcast``, rank 0 has not returned within the ``timeout`` of ``distributed``.
 
     >>> @rank_zero_only
     ... def report(loss):

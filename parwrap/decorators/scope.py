@@ -162,7 +162,10 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
 
 
 def undecorated(function: Any) -> tuple[Any, tuple[ScopeDecorator, ...]]:
-    """A function or method without its decorators of parwrap, and these decorators."""
+    """A function or method without the decorators that :func:`scoped` has put around it, and these decorators.
+
+    If another wrapper is outermost, nothing is taken off.
+    """
     outer = getattr(function, "__func__", function)
     outermost, decorators = getattr(outer, "__parwrap_scopes__", (None, ()))
     if outermost is not outer:  # functools.wraps copies them to other wrappers
@@ -218,7 +221,7 @@ def block_frame() -> FrameType | None:
 
 
 def describe(function: Any) -> str:
-    """Name, file and line of a function or class, for errors.
+    """Name, file and line of a function or class, for errors; the name alone if its source is not found.
 
     For a ``functools.partial``, they are those of its function; for another object with ``__call__``, those of its class.
     """

@@ -24,9 +24,9 @@ class sync_bn(ScopeDecorator):
     """Share the batch statistics of every BatchNorm layer over the ranks, on CPUs too.
 
     Write ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in your own process group.
-    Outputs, gradients and running statistics equal those of a single process with the whole batch. No module is converted: its class and
-    its state dict keys stay the same. Parts may differ in size, and may be empty. Batches that all ranks read whole count once. With one
-    rank it has no effect. A function inside may have a ``sync_bn`` with other options.
+    Outputs, gradients and running statistics are, up to rounding, those of a single process with the batch of all ranks that share. No
+    module is converted: its class and its state dict keys stay the same. Parts may differ in size, and may be empty. Batches that all ranks
+    read whole count once. With one rank it has no effect. A function inside may have a ``sync_bn`` with other options.
 
     The formulas are those of ``torch.nn.SyncBatchNorm``, which needs GPUs.
 

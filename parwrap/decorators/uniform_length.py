@@ -26,9 +26,9 @@ class uniform_length(ScopeDecorator):
 
     Write ``@uniform_length``, ``@uniform_length(pad_value=0)`` or ``with uniform_length():``, with or without ``distributed``. A shuffled
     ``DataLoader`` of samples that differ in length draws from a :class:`parwrap.UniformLengthBatchSampler`. Other loaders keep their
-    order, and so do those whose samples all have one length. In every loader, batches padded to a maximum are cut to their longest
-    sequence, if ``attention_mask`` or ``pad_value`` marks the padding. ``pad_collate`` replaces torch's ``default_collate``, but your own
-    ``collate_fn`` is kept.
+    order, and so do those whose samples all have one length. In every loader that makes batches, those padded to a maximum are cut to their
+    longest sequence, if ``attention_mask`` or ``pad_value`` marks the padding. ``pad_collate`` replaces torch's ``default_collate``, but
+    your own ``collate_fn`` is kept.
 
     To find the lengths, parwrap reads every sample of a shuffled loader once before the first pass, unless ``length`` is a sequence.
 
@@ -36,7 +36,7 @@ class uniform_length(ScopeDecorator):
         length: the length of a sample: a function of a sample, the name or position of a field in it, or a sequence of all lengths. By
             default the count in ``attention_mask``, or the length of the first tensor, array or list of numbers in a sample whose length
             differs between samples.
-        pad_value: the padding value of samples or batches. Without it, only padding in ``attention_mask`` is cut off.
+        pad_value: the padding value of samples or batches. Without it, only padding that ``attention_mask`` marks is cut off.
         max_tokens: the most tokens of a batch on a rank, padding included, instead of the loader's ``batch_size``.
         multiple_of: round the length of a batch up to a multiple of this.
 
