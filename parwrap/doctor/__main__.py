@@ -46,7 +46,8 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
         as_json: print JSON.
 
     Returns:
-        0 if there is no problem, 1 if there is one, 2 if the report cannot be written.
+        0 without a serious problem, 1 with one, 2 if the report cannot be written; on ranks above 0, 1 if their examination failed. After a
+        failure, this ends the process with that code instead.
     """
     from parwrap.doctor.exam import examination, in_time
     from parwrap.doctor.gather import gather, place

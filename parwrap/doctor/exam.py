@@ -41,7 +41,7 @@ _START_METHOD = "fork" if FORKS else "spawn"
 
 @contextmanager
 def examination(facts: Facts, world: World, timeout: float, backend: str | None) -> Iterator[Exam]:
-    """Yield the exam of this process. If no launcher has started several ranks, start them: one for each GPU, or two on the CPU.
+    """Yield the exam of this process. If no launcher has started several ranks, start two, or with nccl as many as there are GPUs, if more.
 
     Args:
         facts: this rank's facts.
@@ -132,7 +132,7 @@ class Exam:
         return Examination([known[rank] for rank in sorted(known)], test)
 
     def wait_until_reported(self) -> None:
-        """Wait until rank 0 has reported, because a launcher may end rank 0 when this rank ends."""
+        """Wait until rank 0 has reported or the time is over, because a launcher may end rank 0 when this rank ends."""
         if self._watched is None or not self.launched:
             return
         with suppress(RuntimeError, ValueError):

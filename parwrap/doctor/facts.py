@@ -15,7 +15,7 @@ __all__ = ["Clock", "Cores", "Examination", "Facts", "Gpu", "Gpus", "Launch", "L
 
 @dataclass(frozen=True)
 class Launch(World):
-    """How this process was started, besides its place among the ranks.
+    """This process's place among the ranks, and how it was started.
 
     Attributes:
         variables: the launch variables that are set.
@@ -147,8 +147,9 @@ class Network:
         infiniband: InfiniBand devices.
         gloo: the value of ``GLOO_SOCKET_IFNAME``.
         nccl: the value of ``NCCL_SOCKET_IFNAME``.
-        address: where gloo listens; ``None`` if the host's name resolves to no address of this machine.
-        interface: the interface with this address.
+        address: where gloo listens; ``None`` if the interface in ``gloo`` has no address, or without one the host's name resolves to none
+            of this machine.
+        interface: the first interface in ``gloo``, or the one with this address.
     """
 
     addresses: list[str] = field(default_factory=list)

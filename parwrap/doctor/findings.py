@@ -89,7 +89,7 @@ def gpu_of_its_own(facts: Facts) -> Iterator[Finding]:
 
 
 def bound(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding if a launcher has bound the rank to a single core."""
+    """Yield a finding if a launcher has bound the rank to a single core, although there are at least two for each rank."""
     if facts.launch.size > 1 and facts.cores.usable == 1 and facts.cores.present >= 2 * facts.launch.local_size:
         yield Finding(
             f"the launcher lets each rank use 1 core of {facts.cores.present}, which it shares with its DataLoader workers",
@@ -98,7 +98,7 @@ def bound(facts: Facts) -> Iterator[Finding]:
 
 
 def threads(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding if the ranks would use more compute threads than there are cores."""
+    """Yield a finding if ranks that each use several compute threads use more than there are cores, or than they may use."""
     cores, here = facts.cores, facts.launch.local_size
     least = min(cores.present, cores.quota or cores.present)
     if (cores.threads > 1 and cores.threads * here > max(1, least)) or cores.threads > cores.usable:

@@ -169,7 +169,7 @@ def _limits() -> Limits:
 
 
 def find_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The GPUs that this process would see, with ``environ`` for its environment variables.
+    """The GPUs that torch would see in this process; ``environ`` only says which value of ``CUDA_VISIBLE_DEVICES`` to report.
 
     A separate process asks torch. CUDA may hang, and it must not be initialized in a process that will fork or hide GPUs.
     """

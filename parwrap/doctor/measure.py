@@ -26,7 +26,7 @@ ROUNDS = 5
 
 
 def all_reduces(rank: int, size: int, device: torch.device | str, report: Callable[[str], None]) -> Iterator[Row]:
-    """Measure an all-reduce over the default process group for each of ``SIZES``, and yield a row of it.
+    """Measure an all-reduce over the default process group for each of ``SIZES``, and yield its row.
 
     The row has the time of the slowest rank, and whether the sum is right on all ranks.
 

@@ -98,11 +98,11 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
         The function's result on rank 0.
 
     Raises:
-        UsageError: the result, or the function, cannot be sent, or this is Windows.
+        UsageError: the result, or the function, cannot be sent; this process cannot fork ranks; or this is Windows.
         RankMismatchError: a rank ended without a result.
         KeyboardInterrupt: Ctrl-C has ended the ranks.
 
-    The exception of the first rank that fails is raised here too, with its traceback as the cause.
+    The exception of the first rank that fails is raised here too; its cause shows the traceback on the rank.
 
     >>> run_on_ranks(Task(lambda: os.environ["PARWRAP_WORLD_SIZE"], [], dict), size=2)
     '2'

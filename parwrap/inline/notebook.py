@@ -67,7 +67,7 @@ class ChildOutput:
 
 
 def redirect_output(outputs: Mapping[int, int]) -> None:
-    """In a rank, send all output to ``outputs``, line by line, because the rank may be killed at any time."""
+    """In a rank, replace stdout and stderr by ``outputs``, where given. Write line by line, because the rank may be killed at any time."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if number in outputs:
             os.dup2(outputs[number], number)

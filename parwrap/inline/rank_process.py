@@ -66,7 +66,7 @@ class Job:
         threads: the number of compute threads; ``None`` for the number that environment variables set.
         outputs: descriptors that replace stdout and stderr, by the numbers of these, 1 and 2.
         folder: the folder for :func:`failure_file` and :func:`end_file`.
-        pipe: the descriptor of a pipe to the caller. A message there says that one of these files was written.
+        pipe: the descriptor of a pipe to the caller. A message there says that this rank has failed or ended.
         parent: the id of the caller's process.
     """
 
@@ -81,7 +81,7 @@ class Job:
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """The file for a packed :class:`RemoteException`."""
+    """The file for the packed :class:`RemoteException` of ``rank``."""
     return folder / f"failure-{rank}"
 
 
@@ -95,7 +95,7 @@ class End:
     """How rank 0 ended.
 
     Attributes:
-        value: the result of the function.
+        value: the result of the function; ``None`` if it raised an exception.
         state: the new state of the caller's objects.
         changed: the names of other values that the function has changed.
     """

@@ -69,7 +69,7 @@ class RemoteException(NamedTuple):
         return cls(kind, name, args, attributes, members, grouped, text)
 
     def error(self, who: str) -> BaseException:
-        """Rebuild the exception; its cause shows the traceback on the rank, which ``who`` names."""
+        """Rebuild the exception, or one of the nearest base class that allows it, with the rank ``who`` and its traceback as the cause."""
         error = self._error()
         BaseException.__setattr__(error, "__cause__", RemoteTraceback(f"{who} failed:\n{self.text}"))  # bypasses a frozen class
         return error

@@ -122,7 +122,7 @@ class CallersObjects:
         return [(_state_of(each), each.detach()) if _is_tensor(each) else (None, None) for each in self._objects]
 
     def state(self, before: list[Any]) -> dict[str, list[Any]]:
-        """The new state for :meth:`take`: of models and optimizers, and of other tensors that have changed since :meth:`now`."""
+        """The new state for :meth:`take`. It leaves out large tensors that no model or optimizer holds, if they are as ``before``."""
         every = list(enumerate(self._objects))
         tensors = [(number, each) for number, each in every if _is_tensor(each)]
         changed = [pair for pair in tensors if pair[0] in self._trained or _may_have_changed(pair[1], before[pair[0]][0])]

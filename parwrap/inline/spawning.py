@@ -122,7 +122,7 @@ def _fails(thing: Any, pickler: type[pickle.Pickler]) -> bool:
 
 
 def loaded(file: Path, backend: str | None) -> Task:
-    """In a rank, the task that is packed in ``file``. Objects on the caller's GPU move to that of the rank.
+    """In a rank, the task that is packed in ``file``. Objects on the caller's GPU move to the rank's device.
 
     The names that the function uses in the caller's ``__main__`` are defined in this process's ``__main__``, where DataLoader workers, for
     example, look them up.

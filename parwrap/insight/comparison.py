@@ -37,7 +37,7 @@ class Difference:
 
     Attributes:
         step: the number of the step, from 1.
-        place: the line that steps.
+        place: the line that steps; empty if one run ends before the other.
         what: the parameter and the index of the value in it, or what else differs.
         one: the value in the first run.
         several: the value with parwrap.
@@ -59,7 +59,7 @@ class Comparison:
     Attributes:
         ranks: the number of ranks of the second run.
         reference: what the first run was: ``"one process"``, or ``"DDP by hand"``.
-        steps: the number of steps that are equal.
+        steps: the number of equal steps at the beginning.
         largest: the largest difference in these steps, divided by the largest value of its parameter, or by 1 if that is larger.
         name: the parameter with this difference.
         left_out: how many values are not compared, because their gradients are only rounding errors.
@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs are equal up to rounding."""
+        """Whether no difference was found."""
         return self.difference is None
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def _shown(value: float | str, digits: int) -> str:
 
 
 def compared_with_ddp(by_hand: Recorded, parwraps: Recorded, ranks: int, said: str, tolerance: float = 0.0) -> Comparison:
-    """Compare a run in which torch's DDP is driven by hand with one that parwrap trains, bit for bit unless a ``tolerance`` is given."""
+    """Compare ``by_hand``, a run with torch's DDP, with ``parwraps``, as :func:`compared` does, by default with a ``tolerance`` of 0."""
     result = compared(by_hand, parwraps, ranks, said=said, tolerance=tolerance)
     result.reference = "DDP by hand"
     if result.difference and not parwraps.failed:
@@ -126,9 +126,10 @@ def compared(
         ranks: the number of ranks.
         synchronized: whether batch norms are synchronized on several ranks.
         said: what the run on several ranks has printed.
-        tolerance: the largest difference that counts as rounding after the first step; by default :data:`TOLERANCE`, or
-            :data:`TOLERANCE_OF_HALF` if a run has computed in half precision. A gradient may differ by 100 times this fraction of its
-            norm and a tenth of this fraction of the largest norm so far. Each further step adds as much.
+        tolerance: the largest difference that counts as rounding after the first step, as a fraction of a tensor's largest value, or of 1
+            if that is larger. By default :data:`TOLERANCE`, or :data:`TOLERANCE_OF_HALF` if a run has computed in half precision. A
+            gradient may differ by 100 times this fraction of its norm, plus a tenth of this fraction of the largest norm so far. Each
+            further step adds as much.
     """
     result, half = Comparison(ranks), one.half or several.half
     if tolerance is None:

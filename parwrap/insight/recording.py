@@ -173,7 +173,7 @@ def recorded_in(folder: Path, failed: bool = False) -> Recorded:
 
 @contextmanager
 def recorded(settings: Settings) -> Iterator[None]:
-    """Record the steps inside the block, and end it with :class:`Enough`.
+    """Record the steps inside the block, and end it by :class:`Enough` after the last one to record.
 
     A single process is also seeded here, and writes to scratch. On several ranks, their scope has done both.
     """
@@ -504,7 +504,7 @@ def _no_dropout() -> list[Patch]:
 
 
 def main() -> None:
-    """Run the script of this process's command line."""
+    """Run and record the script of this process's command line."""
     settings = Settings(**json.loads(sys.argv[1]))
     del sys.argv[:2]
     with recorded(settings):

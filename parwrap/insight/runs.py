@@ -80,7 +80,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
 
 
 def answered(command: str, help_text: str, run: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Print the help of ``command``, or ``run`` its command line ``argv``. Returns the exit code; 2 after an error of parwrap."""
+    """Call ``run(argv)``, or print ``help_text`` if ``argv`` is empty or asks for it. Returns the exit code, 2 for an error of parwrap."""
     if not argv or argv[0] in ("-h", "--help"):
         print(help_text, end="")
         return 0
@@ -110,7 +110,7 @@ class Run(NamedTuple):
         return self.status != 0
 
     def last(self) -> str:
-        """The last lines that the run has printed, from its last traceback on, and its exit code; indented."""
+        """The last lines that the run has printed, at most 30 and from its last traceback on, and its exit code; indented."""
         last = self.said[max(self.said.rfind(TRACEBACK), 0) :].splitlines()[-MOST_LINES:]
         return "\n".join(f"  {line}" for line in [*last, f"exit code {self.status}"])
 

@@ -64,20 +64,21 @@ def verify(
     seed: int = 0,
     **kwargs: Any,
 ) -> Comparison:
-    """Call ``function(*args, **kwargs)`` in one process and on several ranks with ``batch="global"``, and compare every step.
+    """Call ``function(*args, **kwargs)`` in one process and on several ranks, and compare every step.
 
-    Both runs use new processes, so that they change nothing in this one. Batch norms are synchronized. Files that the function writes go
-    to scratch, and what it prints is shown. If the function has a parameter with the name of one below, such as ``steps``, pass a
-    ``functools.partial``.
+    Both runs use new processes, so that they change nothing in this one. On several ranks ``batch`` is ``"global"`` unless the decorator of
+    the function sets it, and batch norms are synchronized. Files that the function writes go to scratch, and what it prints is shown. If
+    the function has a parameter with the name of one below, such as ``steps``, pass a ``functools.partial``.
 
     Args:
         function: the training function. Its decorator sets the options of ``distributed``.
         args, kwargs: arguments of the function.
         steps: the number of optimizer steps to compare.
         nprocs: the number of ranks.
-        tolerance: how much a value may differ by rounding, as a fraction of the largest value of its tensor, or of 1 if that is larger.
-            A gradient may differ, in its norm, by 100 times this fraction of its norm and a tenth of this fraction of the largest norm of
-            a gradient so far. By default 1e-5, or 1e-3 if the function computes in half precision.
+        tolerance: how much a value may differ by rounding after the first step, as a fraction of the largest value of its tensor, or of 1
+            if that is larger. The norm of a gradient's difference may be 100 times this fraction of the gradient's norm, plus a tenth of
+            this fraction of the largest norm so far. Each further step adds as much. By default 1e-5, or 1e-3 if the function computes in
+            half precision.
         dropout: whether dropout is on; each rank draws its own.
         seed: the seed of torch, numpy and Python.
 
@@ -85,7 +86,7 @@ def verify(
         The comparison. ``equal`` says whether the runs agree; as text it shows the first difference and its reasons.
 
     Raises:
-        UsageError: the function took no step in one process.
+        UsageError: ``steps``, ``nprocs`` or ``tolerance`` is out of range; or the function took no step in one process.
 
     >>> import parwrap, torch
     >>> def train():

@@ -68,7 +68,8 @@ def launch(plan: LaunchPlan) -> int:
 
     Raises:
         UsageError: torch refuses the value of one of torchrun's options.
-        LaunchError: the rendezvous failed, or ranks would be forked from a process that has initialized CUDA.
+        LaunchError: the rendezvous failed, the log directory cannot be written to, or ranks would be forked from a process that has
+            initialized CUDA.
     """
     if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
         raise LaunchError("--start-method fork does not work in a process that has initialized CUDA: remove it, or use spawn.")

@@ -90,9 +90,9 @@ class Failure:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def write(self, directory: Path) -> bool:
-        """Save this failure in ``directory``, unless the rank has already reported one. Returns whether it is the first.
+        """Save this failure in ``directory``, unless the rank has already reported one in this attempt. Returns whether it is the first.
 
-        A rank calls this inside its scope, where ordinary file calls of ranks above 0 write to scratch.
+        A rank may call this inside its scope: it bypasses the patched file calls, with which ranks above 0 write to scratch.
         """
         path = directory / f"{self.attempt}-{self.rank}.json"
         if path.exists():
@@ -266,8 +266,8 @@ def exit_status(error: BaseException) -> int:
 def read_failures(directory: Path) -> list[Failure]:
     """The failures of the last attempt that had any, causes first.
 
-    A rank that ended without a report, such as one that was killed, comes before the ranks that lost their connection to it. The others
-    follow in order of time.
+    A rank that ended without a report, such as one that was killed, comes first, unless SIGABRT ended it. The others follow in order of
+    time.
     """
     failures = [Failure(**json.loads(path.read_text())) for path in directory.glob("*.json")]
     last = max((failure.attempt for failure in failures), default=0)

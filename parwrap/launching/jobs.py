@@ -61,7 +61,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
 
     Raises:
         UsageError: no ``--launcher``, an unknown option or value, an option of another launcher, or two that exclude each other.
-        LaunchError: the script or the launcher's package does not exist.
+        LaunchError: the script does not exist.
     """
     name = _first_name(argv)
     parser = command_parser()

@@ -48,10 +48,10 @@ def add_options(group: argparse._ActionsContainer) -> None:
 
 
 def launch(job: Job) -> int:
-    """Print the manifest of ``job``.
+    """Print the manifest of ``job``, after that of its secret if it has several nodes. Returns 0.
 
     Raises:
-        UsageError: an option is missing, or Kubernetes would reject its value.
+        UsageError: an option is missing or does not fit the others, or Kubernetes would reject its value.
         LaunchError: PyYAML is not installed.
     """
     if job.options.runtime and job.options.kind != "trainjob":
@@ -87,7 +87,7 @@ def manifest(job: Job) -> dict[str, Any]:
     """The manifest of ``job`` as plain dicts and lists.
 
     Raises:
-        UsageError: an option is missing, or Kubernetes would reject its value.
+        UsageError: an option is missing or does not fit the others, or Kubernetes would reject its value.
     """
     options = job.options
     if not options.image:

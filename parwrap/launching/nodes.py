@@ -53,7 +53,7 @@ class Nodes:
     Args:
         failures: the directory for the failures of this node and, later, of the other nodes.
         variables: the environment variables for this node's ranks; the network interface is added if only other nodes know it.
-        timeout: seconds without a heartbeat after which a node counts as lost, if less than the default.
+        timeout: seconds without a heartbeat after which a node counts as lost, if less than the default; at least three heartbeats.
         waiting: a function that returns a context manager to enter while torch's rendezvous, its argument, waits.
 
     Attributes:

@@ -145,7 +145,7 @@ class RankOutput:
                 os.close(asleep)
 
     def close(self, failures: Iterable[Failure]) -> None:
-        """Close the log files, after writing into each how its rank failed; ``failures`` has those of all nodes."""
+        """Close the log files, after writing into each how its rank failed, if it did; ``failures`` has those of all nodes."""
         texts = {failure.rank: f"{failure}\n" for failure in failures}
         for local_rank, file in self._files.items():
             with file, suppress(OSError):
@@ -198,7 +198,7 @@ class Lines:
         self._begun, self._shown = b"", time.monotonic()
 
     def take(self, data: bytes) -> list[bytes]:
-        """The lines completed by ``data``; with empty bytes, the unfinished rest."""
+        """The lines completed by ``data``, and at times the state of one that overwrites itself; with empty bytes, the unfinished rest."""
         *whole, self._begun = (self._begun + data).split(b"\n")
         if not data and self._begun:
             whole, self._begun = [self._begun], b""

@@ -86,7 +86,7 @@ class LaunchPlan:
         everyone: show the output of every rank, not only of rank 0.
         log_dir: the directory for a log file of each rank; ``None`` for no files, or if torchrun writes its own logs.
         in_this_process: whether a single rank runs in this process.
-        outer: the outer launcher, if it started this process as a rank.
+        outer: this process's rank and its launcher, if another launcher started it as a rank.
         dry_run: only show the plan.
         notice: a message to print first; may be empty.
     """
@@ -118,7 +118,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
 
     Raises:
         UsageError: an unknown option or value, or options that exclude each other.
-        LaunchError: the script or the GPUs do not exist.
+        LaunchError: the script or the GPUs do not exist, or another launcher's variables are wrong or incomplete.
     """
     parser = command_parser()
     parser.set_defaults(
@@ -421,7 +421,7 @@ def _option_after_script(script: Script) -> str:
 
 
 def look_for(target: str, arguments: argparse.Namespace) -> None:
-    """Raise :class:`LaunchError` if the script, module or program is not there."""
+    """Raise :class:`LaunchError` if ``target``, a script, module or program, is not there or is a directory that cannot run."""
     if arguments.no_python and shutil.which(target) is None:
         raise LaunchError(f"cannot find the program {target}: pass its path, or the name of a program on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):

@@ -80,8 +80,8 @@ def launch(job: Job) -> int:
     """Run ``job`` until it ends, print what its ranks write, and return its exit code. Ctrl-C ends it.
 
     Raises:
-        UsageError: an option has no effect here.
-        LaunchError: Ray is not installed or not found, or lacks the requested resources.
+        UsageError: an option has no effect here, or the address is that of Ray's dashboard.
+        LaunchError: Ray is not installed, cannot be reached, or fails; or this machine has too few GPUs.
     """
     _check(job)
     if job.dry_run:
@@ -140,7 +140,7 @@ def launch(job: Job) -> int:
 
 
 def describe(job: Job, directory: str) -> str:
-    """The job in readable form, which ``--dry-run`` prints."""
+    """The job in readable form, with the ``directory`` where it runs; ``--dry-run`` prints it."""
     each = f"{_cores(job)} CPU cores" if _cores(job) > 1 else "a CPU core"
     return columns(
         {
@@ -263,7 +263,7 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
             of the ranks as an empty dict.
 
     Raises:
-        RuntimeError: the script failed; this tells Ray.
+        RuntimeError: the script failed, or its directory is not there; this tells Ray.
     """
     import ray
     from ray.train import get_context

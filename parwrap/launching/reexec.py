@@ -25,7 +25,7 @@ class Reexec:
 
     Args:
         variables: the environment of this process.
-        possible: whether this process runs only the command.
+        possible: whether this process runs only the command; otherwise it is never restarted.
 
     Attributes:
         environ: the user's environment, without the variables that a restart has added.
@@ -47,7 +47,7 @@ class Reexec:
         self._possible = possible
 
     def with_what_ranks_need(self) -> None:
-        """Restart with the variables that forked ranks need, unless this interpreter has started with them."""
+        """Restart with the variables that forked ranks need, unless the user has set all, or the command has been restarted already."""
         missing = {name: value for name, value in FOR_RANKS.items() if not self.environ.get(name)}
         if self.first and missing:
             self._start_again(missing)

@@ -74,7 +74,7 @@ class Way:
 
 
 def way_to(host: str, port: int) -> Way:
-    """The route to ``host`` in the machine's routing table. Nothing is sent.
+    """The route to ``host`` in the machine's routing table. Nothing is sent to ``host``.
 
     Raises:
         OSError: the name is unknown, or there is no route.
@@ -107,7 +107,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
 
 
 def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """If there is a route to the rendezvous, add to ``plan`` the settings that follow from it. Those that the user has set stay.
+    """The ``plan`` with the settings that follow from the route to the rendezvous, if there is one. Those that the user has set stay.
 
     They are the interface for gloo and NCCL, this node's address for the others, and whether this node hosts the rendezvous.
     """
@@ -209,7 +209,7 @@ def _wait_for(plan: LaunchPlan, seconds: float) -> None:
 
 
 def unreachable(host: str, port: int, seconds: float, error: OSError, static: bool) -> str:
-    """The error message when nothing has answered at ``host``."""
+    """The error message when ``host`` could not be reached, or did not listen at ``port``."""
     option, first = ("--master-addr", "the node with --node-rank 0") if static else ("--rdzv-endpoint", "the node with that address")
     if isinstance(error, socket.gaierror):
         why, check = "this machine cannot look up that name", f"that {option} is the host name of the first node, spelled correctly"

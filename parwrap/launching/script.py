@@ -44,7 +44,7 @@ __all__ = ["run_alone", "run_exit_handlers", "run_rank", "run_target"]
 
 
 def run_alone(script: Script) -> None:
-    """Run ``script`` in this process and end it as plain ``python`` would, with the same traceback and exit code."""
+    """Run ``script`` in this process. If it fails, end with the traceback and exit code of plain ``python``."""
     try:
         _run(script, nullcontext())
     except SystemExit:
@@ -103,7 +103,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
 
 
 def script_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of ``error``, starting at the script's first line, as plain ``python`` shows it."""
+    """The traceback of ``error`` as plain ``python`` shows it: without the frames that run the script; ``None`` if no other is left."""
     traceback = error.__traceback__
     while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, signal.__file__, "<frozen ")):
         traceback = traceback.tb_next
@@ -137,7 +137,7 @@ def _run(script: Script, recorder: AbstractContextManager, ending: AbstractConte
 
 
 def run_target(kind: str, target: str) -> None:
-    """Run the module or file ``target`` as ``__main__``, as plain ``python`` does."""
+    """Run ``target``, a module, file, or directory or zip file with a ``__main__``, as plain ``python`` does."""
     if kind == "module":
         try:
             runpy.run_module(target, run_name="__main__", alter_sys=True)

@@ -129,7 +129,7 @@ def noting_messages() -> Iterator[list[tuple[int, float]]]:
 
 
 def forward_messages(noted: list[tuple[int, float]], directory: Path, processes: list[Any]) -> None:
-    """Send each ``noted`` signal to the ranks that have not received it, as plain ``python`` would receive it."""
+    """Send each ``noted`` signal to the ranks that have not received it, and empty ``noted``."""
     while noted:
         number, arrived = noted.pop(0)
         _send(directory, number, processes, arrived - ARRIVING)

@@ -97,8 +97,8 @@ def launch(job: Job) -> int:
     """Submit ``job`` and print its log as it grows, or in a dry run only its script. Return its exit code; cancel it on Ctrl-C.
 
     Raises:
-        UsageError: the options create several jobs.
-        LaunchError: SLURM is not installed here, or rejects the job.
+        UsageError: the options create several jobs, set the number of nodes by ``--sbatch``, or name a log that SLURM could not write.
+        LaunchError: SLURM is not installed here, rejects the job, or no longer answers; or a variable ties several nodes to the loopback.
     """
     _check(job)
     text = batch_script(job, sys.executable, os.getcwd())

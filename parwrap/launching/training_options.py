@@ -94,7 +94,7 @@ OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """Add all options of this file to ``group``. An option that the user does not give leaves no attribute."""
+    """Add all options of this file to ``group``. Parsed arguments have no attribute for an option that is not given."""
     others = {name: arguments for name, (_, arguments) in OF_DECORATORS.items()}
     for name, arguments in {**SCOPE_OPTIONS, **DECORATORS, **others}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments

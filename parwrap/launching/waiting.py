@@ -51,7 +51,7 @@ MOST = 4
 
 @contextmanager
 def reporting_wait(plan: LaunchPlan, handler: Any) -> Iterator[None]:
-    """A context manager around the rendezvous that reports nodes that take long.
+    """Around the rendezvous, report which nodes have not joined, if they take long.
 
     Nodes with fixed numbers have all joined before the block begins.
 

@@ -52,7 +52,7 @@ class SyncBN(Interceptor):
     traced_norm = staticmethod(traced)
 
     def norm(self, call: Norm) -> torch.Tensor:
-        """Run the normalization ``call``. If it uses batch statistics, they are those of all ranks or replicas together."""
+        """Run ``call``. Batch statistics are those of all ranks or replicas that share the batch, unless its tensors cannot be shared."""
         if not call.training or call.eps <= 0:
             return call.run()
         if (replica := current_replica()) is not None:

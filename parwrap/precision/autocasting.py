@@ -24,7 +24,7 @@ __all__ = ["Autocasting"]
 
 
 class Autocasting(Interceptor):
-    """Turns autocast off outside of forward passes.
+    """Turns autocast off during backwards and optimizer steps, and while a loader draws.
 
     It turns on only what it has turned off, because there may be other autocasts inside or around it.
 
@@ -46,7 +46,7 @@ class Autocasting(Interceptor):
             yield
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Read batches without autocast, in worker processes too, as in a script whose own autocast is around the forward pass only."""
+        """Read batches without parwrap's autocast, in worker processes too, as in a script that autocasts only its forward pass."""
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
@@ -91,7 +91,7 @@ class Autocasting(Interceptor):
         return with_autocast
 
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """Turn parwrap's autocast off for good when the script enters an enabled autocast; explain it when it enters a disabled one."""
+        """When the script enters an enabled autocast, turn parwrap's off for good. When it enters a disabled one, print what that does."""
         if instance.device != self._device or self._user_managed:
             return
         if autocast_enabled(instance):

@@ -73,7 +73,7 @@ class _Halving(Interceptor):
 
 
 class HalfInCalls(_Halving):
-    """O2: during a call of a model, its weights are float16 copies, except those of BatchNorm; the parameters themselves stay float32.
+    """O2: during a call of a model, its weights and buffers are float16 copies, except those of BatchNorm. The parameters stay float32.
 
     So optimizers, clipping and checkpoints see the master weights.
     """

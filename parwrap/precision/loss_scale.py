@@ -68,7 +68,7 @@ class AmpState:
         """Update the scale after an iteration; ``found`` says whether a gradient was not finite.
 
         Raises:
-            ParwrapError: the scale is so small that no further step will be taken.
+            ParwrapError: the scale has fallen below the smallest positive number of float16.
         """
         if not found:
             self._skipped_in_a_row = 0

@@ -72,14 +72,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """Start the fork server before a module that needs it is imported, so that both import torch at the same time."""
+    """Start the fork server before a module that needs it is imported, so that the server and pytest import torch at the same time."""
     if b"mark.ranks" in module_path.read_bytes() and not parent.config.getoption("--collect-only"):
         start_fork_server(parent.config.getini("ranks_preload"), _pytest_options(parent.config))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what the ranks will import, so that :func:`_changed` finds what setup functions and fixtures change."""
+    """Note the attributes of modules and classes with tests on ranks, so that :func:`_changed` finds what setup and fixtures change."""
     tests = [item for item in session.items if isinstance(item, pytest.Function) and item.get_closest_marker("ranks")]
     owners = {owner for item in tests for owner in (item.module, item.cls) if owner}
     session.config.stash[COLLECTED] = {owner: _attributes(owner) for owner in owners}

@@ -16,7 +16,10 @@ PRELOAD = "PARWRAP_TESTING_PRELOAD"
 
 
 def preload(modules: list[str], pytest_options: list[str]) -> None:
-    """Import those of ``modules`` that can be imported. For any other, the rank that needs it shows the error."""
+    """Import those of ``modules`` that can be imported, and prepare pytest with ``pytest_options``.
+
+    For a module that cannot be imported, the rank that needs it shows the error.
+    """
     from parwrap.intercept.imported_names import note_loaded_modules  # imports torch, unlike this file, which pytest's own process imports
 
     for name in modules:

@@ -63,7 +63,7 @@ class Rank:
     connection: Connection
 
     def receive(self) -> Report | None:
-        """The report that the process has sent; ``None`` if it has ended without one."""
+        """The report that the process has sent; ``None`` if it has sent none."""
         with suppress(EOFError, OSError):
             if self.connection.poll():
                 return cast(Report, self.connection.recv())
@@ -91,7 +91,7 @@ class Rank:
 
 
 def rank_environ() -> dict[str, str]:
-    """The environment of the ranks: this process's own, without the variables of a launcher that may have started it."""
+    """This process's environment without a launcher's variables, and by default with one thread and gloo on the loopback interface."""
     environ = {name: value for name, value in os.environ.items() if name not in launch_variables()}
     environ.setdefault("OMP_NUM_THREADS", "1")
     if "lo" in [name for _, name in socket.if_nameindex()]:
@@ -159,7 +159,7 @@ class Pool:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks."""
+        """Kill the ranks that still run, and remove their folder."""
         for rank in self.ranks:
             _end(rank)
         self._folder.cleanup()
@@ -204,7 +204,7 @@ class Pools:
             self._idle.pop(next(iter(self._idle))).close()
 
     def close(self) -> None:
-        """Let all ranks leave."""
+        """Let the ranks of all waiting pools leave."""
         while self._idle:
             self._idle.popitem()[1].close()
 
@@ -239,11 +239,11 @@ def _end(rank: Rank) -> None:
 
 
 def collect(ranks: list[Rank], timeout: float) -> list[Report]:
-    """The reports in the order in which the ranks ended; those of stuck ranks are missing.
+    """The reports in the order in which the ranks' tests ended; those of stuck ranks are missing.
 
     Args:
         ranks: the ranks to wait for.
-        timeout: how long to wait, in seconds; once a rank has failed to pass, at most ``GRACE``.
+        timeout: how long to wait, in seconds; once a rank has failed to pass, at most ``GRACE`` longer.
     """
     deadline = time.monotonic() + timeout
     reports: dict[Rank, Report] = {}

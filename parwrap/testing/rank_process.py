@@ -117,7 +117,7 @@ class Report:
         outcome: ``"died"`` stands for a process that sent no report.
         time: when the test ended, in seconds since the epoch.
         headline: the exception, the reason of a skip or how the process died, in one line.
-        text: the traceback, as pytest shows it.
+        text: the traceback, as pytest shows it; for a process that died, its Python stacks.
         kind: the class of the exception, or the nearest base class that can be pickled; pickled.
     """
 
@@ -130,7 +130,7 @@ class Report:
 
 
 def run(setup: RankSetup, connection: Connection) -> None:
-    """Run the tests that come through ``connection`` in this process, and send the :class:`Report` of each."""
+    """Run the tests that come through ``connection``, and send a :class:`Report` of each. End the process if one does not pass."""
     gc.freeze()  # the collector skips what the fork server has loaded, so its memory is not copied
     lead_group()  # processes that the tests start are killed with it
     threading.Thread(target=_end_with_pytest, daemon=True).start()
