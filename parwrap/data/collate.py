@@ -205,9 +205,9 @@ def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: An
     """``batch`` without the last columns, as far as they are padding in all rows of its sequences.
 
     The lengths of sequences come from ``attention_mask``, if present. Otherwise they are found by ``pad_value`` at the end of the sequences
-    in ``field``, or in the first integer tensor with rows and columns. All tensors of that shape are cut at the same column, if they
-    contain a single value from there on. What is left has a multiple of ``multiple_of`` columns, or all that ``batch`` had. Dicts and lists
-    of ``batch`` are changed in place.
+    in ``field``, or in the first integer tensor with rows and columns. With neither a mask nor ``pad_value``, nothing is cut. All tensors
+    of that shape are cut at the same column, if they contain a single value from there on. What is left has a multiple of ``multiple_of``
+    columns, or all that ``batch`` had. Dicts and lists of ``batch`` are changed in place.
 
     >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
     [tensor([[5, 6],

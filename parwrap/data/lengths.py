@@ -33,11 +33,11 @@ STARTS = 8
 class UniformLengthBatchSampler(Sampler[list[int]]):
     """Makes batches of samples of similar length, for ``DataLoader(batch_sampler=...)``.
 
-    Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. A round has
-    ``num_replicas`` batches of samples of similar length, whose sizes differ by at most one, so that ranks that step together have equal
-    work. The order of rounds is random. Each pass contains every sample once, except what ``drop_last`` drops. All passes have the same
-    number of batches: a multiple of ``num_replicas``, unless there are fewer samples than that, or all batches hold one sample. If samples
-    do not divide evenly, several batches are slightly smaller.
+    Samples are sorted by length, and those of nearly the same length form a bucket. Batches are drawn at random from each bucket. A round
+    has ``num_replicas`` batches of samples of similar length, whose sizes differ by at most one, so that ranks that step together have
+    equal work. The order of rounds is random. Each pass contains every sample once, except what ``drop_last`` drops. All passes have the
+    same number of batches: a multiple of ``num_replicas``, unless there are fewer samples than that, or all batches hold one sample. If
+    samples do not divide evenly, several batches are slightly smaller.
 
     Inside ``parwrap.distributed``, omit ``num_replicas`` and ``rank``: parwrap arranges the batches for the ranks and deals them out. In
     your own distributed code, pass both, and each rank draws its part; ranks that lack a batch in the last round repeat another.
@@ -427,7 +427,7 @@ def _real_length(sequence: Any, pad_value: float | None) -> int:
 
 
 class UniformLength(Interceptor):
-    """Regroups the batches of shuffled loaders, and trims the batches of all loaders.
+    """Regroups the batches of shuffled loaders, and trims those of all loaders that make batches.
 
     Args:
         lengths: the lengths of the samples of datasets.

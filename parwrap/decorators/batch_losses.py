@@ -71,9 +71,9 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         count: the number of tokens or samples in it; may be 0.
 
     Returns:
-        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts, and by the weight with which parwrap multiplies the
-        loss of this batch, if it has one; 0 if nothing is counted or that weight is 0. On one rank, with ``strategy="none"``, and in a pass
-        that every rank reads whole, it is the mean of this rank's losses.
+        ``loss_sum`` times the number of ranks, divided by the sum of all ranks' counts. If parwrap multiplies the loss of this batch by a
+        weight, it is also divided by that. It is 0 if nothing is counted or the weight is 0. On one rank, with ``strategy="none"``, and in
+        a pass that every rank reads whole, it is the mean of this rank's losses.
 
     Raises:
         UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is negative or not finite.

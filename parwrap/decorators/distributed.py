@@ -575,7 +575,7 @@ run_after_fork(_forked)
 
 
 class HiddenWhileRead(Interceptor):
-    """Hides the process group from an ``IterableDataset`` while it is read. Otherwise it might divide what parwrap divides already."""
+    """Hides the process group from an ``IterableDataset`` while it is read. Otherwise the dataset might divide itself once more."""
 
     def hides_group(self, frame: FrameType) -> bool:
         return groups.is_reading_stream() and not is_ours(frame.f_code.co_filename)

@@ -193,7 +193,7 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
 
 
 def refuse_unrun(function: Any, result: Any) -> None:
-    """Raise :class:`UsageError` if ``result`` is code of the script that has not run yet, and would run after the scope has closed.
+    """Raise :class:`UsageError` if ``result`` is code of the script that has not run to its end, and would run after the scope has closed.
 
     Generators of libraries, such as ``model.parameters()``, need no scope.
     """

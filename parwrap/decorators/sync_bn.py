@@ -26,12 +26,13 @@ class sync_bn(ScopeDecorator):
     Write ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in your own process group.
     Outputs, gradients and running statistics are, up to rounding, those of a single process with the batch of all ranks that share. No
     module is converted: its class and its state dict keys stay the same. Parts may differ in size, and may be empty. Batches that all ranks
-    read whole count once. With one rank it has no effect. A function inside may have a ``sync_bn`` with other options.
+    read whole count once. With one rank and without ``data_parallel`` it has no effect. A function inside may have a ``sync_bn`` with other
+    options.
 
     The formulas are those of ``torch.nn.SyncBatchNorm``, which needs GPUs.
 
     Args:
-        process_group: the ranks that share, as ``torch.distributed.new_group`` returns them; by default all.
+        process_group: the group of the ranks that share, as ``torch.distributed.new_group`` returns it; by default all.
         group_size: instead of a group, the number of consecutive ranks that share: 2 makes pairs. It must divide the number of ranks.
 
     Raises:

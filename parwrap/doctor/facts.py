@@ -169,7 +169,7 @@ class Facts:
         host: the name of its machine.
         backend: the backend that would be chosen.
         device: the device that would be chosen, ``"cpu"`` or ``"cuda"``.
-        device_error: why this rank has no device, if it has none.
+        device_error: why there is no GPU for this rank on a machine with GPUs; ``None`` otherwise.
     """
 
     host: str

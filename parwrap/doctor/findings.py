@@ -74,7 +74,7 @@ def find(examination: Examination) -> list[Finding]:
 
 
 def launch(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding if the launch variables are inconsistent."""
+    """Yield a finding if the launch variables do not tell which rank this is."""
     if facts.launch.error:
         # parwrap's errors state the problem, then the remedy
         problem, *advice = re.split(r"\. |: (?=start |set |unset )", facts.launch.error.rstrip("."), maxsplit=1)

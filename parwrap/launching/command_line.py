@@ -20,7 +20,7 @@ class UnknownOptionError(UsageError):
 def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split ``argv`` into options of ``parser``, spelled in full, and the script with its arguments as written.
 
-    An option may be abbreviated to a unique prefix; a dash and an underscore are interchangeable.
+    A long option may be abbreviated to a unique prefix; in it, a dash and an underscore are interchangeable.
 
     Args:
         parser: the parser, whose options take one value or none.

@@ -57,7 +57,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
     Args:
         argv: the command line without the program's name.
         environ: the environment variables.
-        cores: the number of CPU cores of a node, if known.
+        cores: the number of CPU cores to assume for a node.
 
     Raises:
         UsageError: no ``--launcher``, an unknown option or value, an option of another launcher, or two that exclude each other.

@@ -57,7 +57,7 @@ class Nodes:
         waiting: a function that returns a context manager to enter while torch's rendezvous, its argument, waits.
 
     Attributes:
-        lost: whether the ranks have failed because of a lost node, which was reported.
+        lost: whether the ranks have failed because a node was lost or stopped, and this was reported.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class RankOutput:
         self.begin({worker.local_rank: worker.global_rank for worker in agent.get_worker_group().workers})
 
     def begin(self, ranks: Mapping[int, int]) -> None:
-        """Open the log files, appending to existing ones. ``ranks`` has the number of each rank by its local rank."""
+        """Open the log files, if any, appending to existing ones. ``ranks`` has the number of each rank by its local rank."""
         self._ranks = ranks
         if self._log_dir is None:
             return

@@ -48,8 +48,8 @@ class Terminated(SystemExit):
 def terminate(number: int, frame: object) -> None:
     """The handler of SIGTERM in a rank: raises :class:`Terminated`, so that ``finally`` blocks run.
 
-    While the rank handles an exception, ``finally`` blocks may be running: they get :data:`FINISHING` seconds. So does an ``except`` block,
-    which looks the same. At a backward, ``frame`` is ``None``: the script trains, and all ranks raise there.
+    While the rank handles an exception, ``finally`` blocks may be running: they get :data:`FINISHING` seconds, and so does an ``except``
+    block, which looks the same. At a backward, ``frame`` is ``None``: the script trains, and all ranks raise there.
     """
     global _finishing_until
     _finishing_until = _finishing_until or time.monotonic() + FINISHING

@@ -94,7 +94,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
 
 
 def launch(job: Job) -> int:
-    """Submit ``job`` and print its log as it grows, or in a dry run only its script. Return its exit code; cancel it on Ctrl-C.
+    """Submit ``job``, print its log as it grows, and return its exit code; cancel it on Ctrl-C. In a dry run, only print its script.
 
     Raises:
         UsageError: the options create several jobs, set the number of nodes by ``--sbatch``, or name a log that SLURM could not write.

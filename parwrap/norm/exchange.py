@@ -60,7 +60,7 @@ class Statistics:
 
     Args:
         process_group: torch's group of these ranks.
-        control_message: makes the context manager around a message, which checks lockstep on the node before anything is sent.
+        control_message: makes a context manager that checks lockstep on the node before the message in it is sent.
         folder: a folder that all ranks share, if they are on one node and on the CPU: short vectors then travel through shared memory.
             ``None`` otherwise.
 
