@@ -145,7 +145,7 @@ def interface_variables(others: Iterable[str], environ: Mapping[str, str]) -> di
 
 
 def listener(host: str) -> socket.socket:
-    """A socket that listens on a free port, if possible only at ``host``, a name or address of this machine, otherwise at all."""
+    """A socket that listens on a free port: only at ``host``, a name or address of this machine, or where it must, on all interfaces."""
     with suppress(OSError):
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         if is_loopback(str(address[0])) <= (is_loopback(host) or host == "localhost"):  # other machines resolve the name differently
