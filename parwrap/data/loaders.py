@@ -428,8 +428,8 @@ class Loaders(Sources, Interceptor):
             known.said_length = True
             warn(
                 f"parwrap: len(loader) is {length} at {script_place()}, because the loader's last pass read everything, but a "
-                f"training pass has {share} batches on each rank. For the mean of a training pass, ask for len(loader) before you read "
-                "everything, or count its batches."
+                f"training pass has {share} batches on each rank. To divide a sum over a training pass, call len(loader) right after that "
+                "pass, or count its batches."
             )
         return length
 

@@ -646,8 +646,9 @@ def _whole_work(passes: Passes, group: Group) -> str | None:
 
 
 def _stand_aside(what: str) -> None:
-    """Print that parwrap only starts the ranks, because the script calls ``what`` itself."""
+    """Print that parwrap does nothing in the scope, because the script calls ``what`` itself."""
     say(
-        f"this script calls {what} itself, so parwrap leaves it alone: parwrap only starts the ranks. Remove the script's own distributed "
-        "code to let parwrap shard loaders and average gradients, or add --plain, which gives the script torchrun's variables."
+        f"this script calls {what} itself, so parwrap leaves it alone: parwrap shards no loader and averages no gradient. To let parwrap "
+        "do both, remove the script's own distributed code. To run the script as torchrun does, with its variables, add --plain to parwrap "
+        "run."
     )

@@ -187,7 +187,7 @@ class _JointCall:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.name = describe(inspect.unwrap(self.function))  # a decorator such as torch.no_grad has a place of its own
+        self.name = describe(self.function)
         try:
             self.arguments = dict(inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments)
         except (TypeError, ValueError):  # the call itself raises it, or has no signature

@@ -223,12 +223,14 @@ def block_frame() -> FrameType | None:
 def describe(function: Any) -> str:
     """Name, file and line of a function or class, for errors; the name alone if its source is not found.
 
-    For a ``functools.partial``, they are those of its function; for another object with ``__call__``, those of its class.
+    For a ``functools.partial``, they are those of its function; for another object with ``__call__``, those of its class; for a function
+    under decorators such as ``torch.no_grad``, its own.
     """
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__qualname__"):
         function = type(function)
+    function = inspect.unwrap(function)
     name = getattr(function, "__qualname__", repr(function))
     try:
         return f"{name} ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"

@@ -110,7 +110,8 @@ def launch(job: Job) -> int:
     try:
         ray.init(**where, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
-        raise LaunchError(f"Ray at {cluster or 'this machine'} cannot be used: {error}") from None
+        remedy = "start a Ray cluster there, or use this machine with --address local" if cluster else "pass the --address of a Ray cluster"
+        raise LaunchError(f"Ray cannot be used {f'at {cluster}' if cluster else 'on this machine'}: {error}. Else {remedy}.") from None
     worker = {"CPU": cores, "GPU": job.gpus_per_node or 0}
     for kind, each in worker.items():
         if (there := ray.cluster_resources().get(kind, 0)) < each * job.nodes:

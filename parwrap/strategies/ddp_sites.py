@@ -70,7 +70,7 @@ class Sites:
         new_set: called when a set is averaged for the first time.
 
     Attributes:
-        leaves_out: a function that returns whether :meth:`grow` must not take a parameter from the modules, because torch shards it.
+        leaves_out: a function that returns whether torch shards a parameter, which then belongs to no set.
         arrived: parameters outside of every set that have got a gradient since :meth:`grow` was last called.
     """
 

@@ -177,7 +177,7 @@ def test_a_length_after_a_pass_that_reads_everything_of_a_loader_that_trains_is_
     (text,) = [str(each.message) for each in said]
     assert text == (
         f"parwrap: len(loader) is 5 at test_lengths.py:{said[0].lineno}, because the loader's last pass read everything, but a "
-        "training pass has 3 batches on each rank. For the mean of a training pass, ask for len(loader) before you read everything, or "
+        "training pass has 3 batches on each rank. To divide a sum over a training pass, call len(loader) right after that pass, or "
         "count its batches."
     )
 

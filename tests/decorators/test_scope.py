@@ -5,9 +5,10 @@ import pickle
 from contextlib import ExitStack, contextmanager
 
 import pytest
+import torch
 from torch import nn
 
-from parwrap.decorators.scope import ScopeDecorator, module_of
+from parwrap.decorators.scope import ScopeDecorator, describe, module_of
 from parwrap.errors import UsageError
 
 trace = []
@@ -203,3 +204,12 @@ def test_a_generator_of_a_library_is_returned():
         return nn.Linear(2, 1).parameters()
 
     assert [(1, 2), (1,)] == [tuple(p.shape) for p in make()]
+
+
+def test_a_function_under_a_decorator_of_a_library_is_named_with_its_own_line():
+    @torch.no_grad()
+    def evaluated():
+        pass
+
+    line = inspect.unwrap(evaluated).__code__.co_firstlineno
+    assert describe(evaluated).endswith(f".evaluated ({__file__}:{line})")
