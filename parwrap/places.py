@@ -44,7 +44,7 @@ _began_in = _here()
 """The working directory before the script may have changed it, as Hydra does."""
 
 DEPTH = 6
-"""The number of frames that identify a call. With several, calls of one line in a helper function of the script are told apart."""
+"""The number of frames that identify a call. So two calls of a helper function of the script differ, although they run the same line."""
 
 
 class Place(NamedTuple):
@@ -80,10 +80,9 @@ def script_place(frame: FrameType | None = None) -> Place:
     innermost = frame = sys._getframe(1) if frame is None else frame
     outside = None
     while frame is not None:
-        file = frame.f_code.co_filename
-        kind = _kind(file)  # as in _kind_of, without a call for each frame: this runs in every step
-        if kind == SCRIPT or (kind == LIBRARY and _in_main_package(frame)):
-            return Place(file, frame.f_lineno)
+        kind = _kind_of(frame)
+        if kind == SCRIPT:
+            return Place(frame.f_code.co_filename, frame.f_lineno)
         if kind == LIBRARY and outside is None:
             outside = frame
         frame = frame.f_back

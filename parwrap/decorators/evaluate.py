@@ -299,7 +299,7 @@ def _attempt(call: _JointCall, evaluation: Evaluation) -> tuple[Any, Exception |
     """The result of ``call`` and ``None``, or ``None`` and the exception. An error of parwrap is not returned but raised."""
     try:
         result = call.run(evaluation)
-        refuse_unrun(inspect.unwrap(call.function), result)
+        refuse_unrun(call.function, result)
         if inspect.isgenerator(result):
             raise UsageError(f"{call.name} returns a generator, which ranks cannot send to each other: return list(...) of it.")
         return result, None

@@ -169,11 +169,12 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
     arguments.master_port = 29500 if arguments.master_port is None else arguments.master_port
     arguments.nproc_per_node = str(ranks)
-    in_this_process = ranks == 1 and _needs_no_agent(arguments)
+    for_the_agent = _for_the_agent(arguments)
+    in_this_process = ranks == 1 and not for_the_agent
     if outer and not in_this_process:
         raise UsageError(
             f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but only a parwrap.run that starts ranks can use "
-            f"{_for_the_agent(arguments)}: remove {_for_the_agent(arguments)}, or add --standalone for a separate run in each process."
+            f"{' and '.join(for_the_agent)}: remove {' and '.join(for_the_agent)}, or add --standalone for a separate run in each process."
         )
     notice = of_sharing(ranks, gpus, "--backend gloo") if share else ""
     if alone_by_default and in_this_process:
@@ -439,17 +440,11 @@ def look_for(target: str, arguments: argparse.Namespace) -> None:
         )
 
 
-def _needs_no_agent(arguments: argparse.Namespace) -> bool:
-    """Whether the command needs no agent of torch: it asks for no other node, plain launch, restart or log file."""
-    logs = arguments.log_dir or _torchrun_logs(arguments)
-    return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
-
-
-def _for_the_agent(arguments: argparse.Namespace) -> str:
-    """The options that :func:`_needs_no_agent` rules out, in words."""
+def _for_the_agent(arguments: argparse.Namespace) -> list[str]:
+    """What needs torch's agent, by its option: a plain launch, restarts, log files and other nodes."""
     found = [name for name, given in (("--plain", arguments.plain), ("--max-restarts", arguments.max_restarts)) if given]
     found += ["--log-dir"] * bool(arguments.log_dir) + _torchrun_logs(arguments)
-    return " and ".join(found + ["the options of the rendezvous"] * (arguments.rdzv_backend != ONE_NODE))
+    return found + ["the options of the rendezvous"] * (arguments.rdzv_backend != ONE_NODE)
 
 
 def _torchrun_logs(arguments: argparse.Namespace) -> list[str]:
