@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
+    "Line",
     "Place",
     "begin_here",
     "call_site",
+    "call_stack",
     "from_script",
     "is_installed",
     "is_ours",
@@ -134,6 +136,37 @@ def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tu
         return tuple(found)
 
     return tuple(key), codes
+
+
+class Line(NamedTuple):
+    """A line of a call stack.
+
+    Attributes:
+        file: the source file.
+        function: the first line of the function.
+        line: the line that runs.
+        in_script: whether it is the user's code, and not a library's.
+    """
+
+    file: str
+    function: int
+    line: int
+    in_script: bool
+
+    def is_in(self, other: Line) -> bool:
+        """Whether both lines are of one function."""
+        return (self.file, self.function) == (other.file, other.function)
+
+
+def call_stack(frame: FrameType | None) -> tuple[Line, ...]:
+    """The lines that lead to ``frame``, outermost first: the script's and those of libraries other than torch and parwrap."""
+    lines = []
+    while frame is not None:
+        kind, code = _kind_of(frame), frame.f_code
+        if kind in (SCRIPT, LIBRARY):
+            lines.append(Line(code.co_filename, code.co_firstlineno, frame.f_lineno, kind == SCRIPT))
+        frame = frame.f_back
+    return tuple(reversed(lines))
 
 
 def from_script(frame: FrameType | None) -> bool:

@@ -168,10 +168,9 @@ class SameStep:
 
     def numbers(self, set_number: int, weight: float) -> list[float]:
         """This rank's numbers for the backward that it is about to run, over the set ``set_number`` and with the batch's ``weight``."""
-        training = self._passes.training
         numbers = [0.0] * NUMBERS
         numbers[Entry.SET] = set_number % DIGITS
-        numbers[Entry.STEP] = (training.backwards if training else self._passes.backwards) % DIGITS
+        numbers[Entry.STEP] = self._passes.backwards_so_far % DIGITS
         numbers[Entry.WEIGHT] = weight
         numbers[Entry.INTERRUPTED] = float(self._interrupts.held is not None)
         if data := self._passes.data_to_send():
@@ -232,11 +231,19 @@ class SameStep:
         if means[Entry.INTERRUPTED] > 0:
             self._interrupts.release()
         if self._watches_work(training, place):
-            self._work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
+            innermost = self._passes.innermost
+            whole = () if innermost is None else (innermost.place, innermost.why_whole)
+            self._work.compare(place, mine[Entry.LOSS], means[Entry.LOSS], *whole)
 
     def _watches_work(self, training: Pass | None, place: Place) -> bool:
-        """Whether to compare losses at ``place``: not on shares, where gathered features give equal losses, nor with per-rank draws."""
-        return not self._passes.draws_own and (training is None or not training.shared) and self._work.watches(place)
+        """Whether to compare losses at ``place``.
+
+        Not on shares, where gathered features give equal losses; nor with per-rank draws; nor in an evaluation, where no optimizer steps.
+        """
+        if self._passes.draws_own or (training is not None and training.shared) or not self._work.watches(place):
+            return False
+        innermost = self._passes.innermost
+        return innermost is None or innermost.trains or innermost.trained
 
     def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:
         """Words for an error: in which backward this rank is, and in which the others are. Pages may show the same line for all."""

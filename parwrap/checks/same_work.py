@@ -38,17 +38,22 @@ class SameWork:
         """Whether losses at the line ``place`` are still compared."""
         return not self._said and len(self._seen.get(place, ())) < STEPS
 
-    def compare(self, place: Place, loss: float, mean: float) -> None:
+    def compare(self, place: Place, loss: float, mean: float, pass_at: Place | None = None, why_whole: str = "") -> None:
         """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks.
 
-        If they are equal in the first steps of a line, say once that all ranks compute the same.
+        If they are equal in the first steps of a line, say once that all ranks compute the same: because of ``why_whole`` if the step is in
+        a pass at ``pass_at`` that every rank reads whole.
         """
         seen = self._seen.setdefault(place, [])
         seen.append(loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean))
         if len(seen) == STEPS and all(seen):
             self._said = True
-            self._say(
-                f"all ranks compute the same losses at {place}: {WHOLE_WORK}, which is right but no faster than one process. "
-                'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives each rank random '
-                "batches of its own, in a loop that draws its batches by hand"
+            remedy = (
+                f"Every rank reads everything in the pass at {pass_at}: {why_whole}. parwrap.shard(loader) gives each rank a share in "
+                "every pass; a loop that has trained gets shares from its next pass on"
+                if why_whole
+                else "parwrap.shard(loader) gives each rank a share of a loader; "
+                'draws="per_rank" (--draws per-rank) gives each rank random batches of its own, in a loop that draws its batches by hand'
             )
+            what = f"{WHOLE_WORK}, which is right but no faster than one process"
+            self._say(f"all ranks compute the same losses at {place}: {what}. {remedy}")

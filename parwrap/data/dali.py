@@ -83,17 +83,19 @@ class Pipelines(Sources):
         return original(iterator) if is_alone() else _Iteration(self, iterator, original)
 
     def begin(self, iteration: _Iteration) -> None:
-        iterator, training = iteration.iterator, self._may_train()
+        iterator = iteration.iterator
         readers = readers_of(pipelines_of(iterator))
         iteration.is_part = is_part = any(_is_part(metas) for metas in readers.values())
+        start = self._loops.start(iteration.stack, iterator, is_part)
+        training = not start.why_whole
         deals = training and bool(readers) and not is_part
         (self._dealt.add if deals else self._dealt.discard)(iterator)
         data = self._digits(iterator, readers) if training else ()
-        iteration.opened = opened = Pass(training, training and (is_part or deals), iteration.place, data=data)
+        iteration.opened = opened = Pass(training, training and (is_part or deals), iteration.place, start.why_whole, data=data)
         last, self._last[iterator] = self._last.get(iterator), opened
         if last is not None and self._passes.is_open(last):  # the garbage collector may have found what read it
-            self._leave(last)
-        opened.trained_before = self._optimizers.trained
+            self._passes.end(last)
+        self._loops.begin(start, opened)
         opened.whole = next((metas[0]["epoch_size"] for metas in readers.values()), None)
         self._begins(training)
         with self._passes.streams.used(random_streams.NONE):
@@ -106,7 +108,7 @@ class Pipelines(Sources):
     def end(self, iteration: _Iteration, exhausted: bool) -> None:
         super().end(iteration, exhausted)
         opened, place, is_part = iteration.opened, iteration.place, iteration.is_part
-        trained = opened.trains and self._trained_in(opened)
+        trained = opened.trains and (opened.trained or opened.backwards)
         if not exhausted or trained or not (is_part or opened.shared) or (place, is_part) in self._warned:
             return
         self._warned.add((place, is_part))

@@ -1,10 +1,11 @@
 """What each rank reads of a DataLoader, and what ``len(loader)`` returns (contract, rules 2 and 3).
 
-The rule for lengths comes first, as a function that touches nothing. ``Loaders`` asks it, and decides what a pass reads when it begins.
+``loops.py`` says which passes train, ``loader_lengths.py`` which pass a length belongs to.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.checks.same_data import Held, data_digits, held_by
+from parwrap.data.loader_lengths import Lengths, of_script, shows_share
+from parwrap.data.loops import Start
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
@@ -50,11 +53,11 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.passes import Pass
-from parwrap.places import Place, script_place, warn
+from parwrap.places import Line, Place, call_stack, script_place, warn
 from parwrap.ranks.group import is_alone
 from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard", "shows_share"]
+__all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard"]
 
 TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """The samplers that draw from torch's stream, once for each pass."""
@@ -62,25 +65,6 @@ TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _sharded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 _replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 """The loaders that the script has passed to :func:`shard` and to :func:`replicate`, in any scope."""
-
-
-def shows_share(*, last_trained: bool | None, gradients_on: bool, in_eval: bool, shuffled: bool) -> bool:
-    """Whether ``len(loader)`` is that of a share, if no pass is open on the loader (rule 3).
-
-    Args:
-        last_trained: whether its last pass was a training pass; ``None`` before the first.
-        gradients_on: whether gradients are on.
-        in_eval: whether the models of the optimizers at work are in eval mode.
-        shuffled: whether the loader reads in any other order than that of its dataset.
-
-    >>> shows_share(last_trained=None, gradients_on=True, in_eval=False, shuffled=True)
-    True
-    >>> shows_share(last_trained=None, gradients_on=True, in_eval=False, shuffled=False)
-    False
-    """
-    if last_trained is not None:
-        return last_trained
-    return shuffled and gradients_on and not in_eval
 
 
 def shard(loader: DataLoader) -> DataLoader:
@@ -145,9 +129,6 @@ class _Known:
         sampler: the ``DistributedSampler`` of the copy that is read, if it has one.
         last: its last pass.
         open: its open passes, the innermost last.
-        given: the length that ``len`` returned before its first training pass, and the line that asked.
-        said_length: whether it was said that its last pass and its training passes have different lengths.
-        whole_at: lines where a training pass had no backward: since then every rank reads everything there.
         copy: the copy that is read, if its workers persist or if it has a state.
         held: hashes of what it reads, and the number of backwards when they were computed.
         iterated: the last iterator made over it, whose pass may not have begun yet.
@@ -159,9 +140,6 @@ class _Known:
     sampler: DistributedSampler | None = None
     last: Pass | None = None
     open: list[Pass] = field(default_factory=list)
-    given: tuple[int, Place] | None = None
-    said_length: bool = False
-    whole_at: set[Place] = field(default_factory=set)
     copy: DataLoader | None = None
     held: tuple[Held, int] | None = None
     iterated: weakref.ref[_Iteration] | None = None
@@ -176,6 +154,7 @@ class Loaders(Sources, Interceptor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
+        self._lengths = Lengths()
         self._undo.enter_context(forwarded_states(self._reading, self._resume))
 
     # passes
@@ -191,48 +170,51 @@ class Loaders(Sources, Interceptor):
         loader, place = iteration.loader, iteration.place
         assert loader is not None
         iteration.known = known = self.known(loader)
-        self._note_line_that_begins_again(known, place)
-        training = self._trains(loader, known, place)
+        start = self._start(iteration.stack, loader)
+        training, in_loop = not start.why_whole, self._passes.in_loop()
         if training and loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
             iteration.workers_seed = self._workers_seed(loader)
         shared = training and loader not in _replicated
         for each in list(known.open):
             if training or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
                 known.open.remove(each)
-                self._leave(each)
-        if not training or self._passes.in_loop():
+                self._passes.end(each)
+        if in_loop:
             self._begins(training)
-        self._passes.begun += self._passes.in_loop()
-        opened, last = Pass(training, shared, place, said=loader in _sharded), known.last
-        opened.repeats = last is not None and last.place == place and not last.exhausted and self._trained_in(last)
+        opened, last = Pass(training, shared, place, start.why_whole, loader in _sharded), known.last
+        self._loops.begin(start, opened)
+        opened.repeats = last is not None and last.place == place and not last.exhausted and (last.trained or last.backwards > 0)
         iteration.opened, known.last = opened, opened
+        self._check_lengths(iteration, loader, known, opened)
         if shared:
             self._begin_share(iteration, loader, known, opened)
         else:
             if torch.is_grad_enabled() and loader not in _replicated:
                 self._passes.whole_at = self._passes.whole_at or place
-            if not training and known.trained > 0 and place not in known.whole_at:
-                opened.refuses_backward = self._optimizers.why_whole()
+                opened.data = Held().digits("everything on every rank", str(self._passes.begun))
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
             workers_seed = iteration.workers_seed
             if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
                 workers_seed += self._rank  # augmentation is each rank's own
             self._read(iteration, loader, opened, workers_seed, may_end_apart)
             iteration.reading = self._own_streams(loader) if training else random_streams.NONE
-        opened.trained_before, opened.whole = self._optimizers.trained, _samples(loader)
+        if not in_loop:  # when it begins depends on the clock
+            opened.data = ()
+        opened.whole = _samples(loader)
+        if shared and self._size > 1 and self._options().batch != "global":
+            opened.endless_from = _endless_from(loader)
         self.go_on(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
-    def _trains(self, loader: DataLoader, known: _Known, place: Place) -> bool:
-        """Whether a pass over ``loader`` that begins now trains."""
-        return loader in _sharded or (place not in known.whole_at and self._may_train())
+    def _start(self, stack: tuple[Line, ...], loader: DataLoader) -> Start:
+        """How a pass over ``loader`` starts that is asked for at ``stack``. A loaded state of a share continues that share."""
+        return self._loops.start(stack, key_of(loader), _reads_anew(loader), loader in _sharded or self.known(loader).resumed is not None)
 
     def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         with self._drawing():
             share, opened.weights = self._share(loader, known)
             refuse_nothing(loader, share, self._size, self._options().uneven)
             opened.data = data_digits(loader, self._held(loader, known), known.seed, self._passes.begun)
-            self._check_length(loader, known, opened)
         split = was_split(share.dataset)
         dealt = isinstance(loader.dataset, IterableDataset) and not split
         workers_seed = iteration.workers_seed
@@ -271,34 +253,11 @@ class Loaders(Sources, Interceptor):
         iteration.known.open.append(iteration.opened)
         super().go_on(iteration)
 
-    def _note_line_that_begins_again(self, known: _Known, place: Place) -> None:
-        """Note a line that has dropped a training pass without a backward and begins it again."""
-        last = known.last
-        if last is not None and last.shared and last.place == place and not last.exhausted and last not in known.open:
-            self._note_unused(known, last)
-
     def end(self, iteration: _Iteration, exhausted: bool) -> None:
         opened, known = iteration.opened, iteration.known
         if opened in known.open:
             known.open.remove(opened)
         super().end(iteration, exhausted)
-        if exhausted and opened.shared:
-            self._note_unused(known, opened)
-
-    def _note_unused(self, known: _Known, opened: Pass) -> None:
-        """Warn of a training pass without a backward: numbers from it are of one rank's share. From now on its line reads everything."""
-        if not opened.drawn or self._trained_in(opened) or opened.place in known.whole_at or opened.said:
-            return
-        known.whole_at.add(opened.place)
-        known.trained -= 1
-        warn(
-            f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed in the pass: what was computed "
-            "from them covers only this rank's share. From now on every rank reads everything at this line. To read everything "
-            "from the first pass on, put the loop into `with torch.no_grad():`, or write parwrap.replicate(loader) if a backward follows "
-            "the loop. If you keep the batches to train on them later, write parwrap.shard(loader)."
-        )
-
-    # what a rank reads
 
     def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
         """The copy of ``loader`` that this rank reads, and a queue that gets the weight of each batch it draws; ``None`` if all are 1."""
@@ -413,24 +372,18 @@ class Loaders(Sources, Interceptor):
             return self._share_length(loader, whole) if known.open[-1].shared else whole
         iterated = None if known.iterated is None else known.iterated()
         if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
-            return self._share_length(loader, whole) if self._trains(loader, known, iterated.place) else whole
-        gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
-        shared = loader in _sharded or shows_share(
-            last_trained=None if known.last is None else known.last.shared,
-            gradients_on=gradients_on,
-            in_eval=in_eval,
-            shuffled=not isinstance(loader.dataset, IterableDataset) and shuffles(loader),
-        )
-        length = self._share_length(loader, whole) if shared else whole
-        if not known.trained:
-            known.given = length, script_place()
-        elif not shared and not known.said_length and length != (share := self._share_length(loader, whole)):
-            known.said_length = True
-            warn(
-                f"parwrap: len(loader) is {length} at {script_place()}, because the loader's last pass read everything, but a "
-                f"training pass has {share} batches on each rank. To divide a sum over a training pass, call len(loader) right after that "
-                "pass, or count its batches."
+            return whole if self._start(iterated.stack, loader).why_whole else self._share_length(loader, whole)
+        asked, dataset = of_script(call_stack(sys._getframe(1))), key_of(loader)
+        shared = loader in _sharded or self._lengths.shared(loader, dataset, asked)
+        if shared is None:
+            shared = shows_share(
+                last_trained=None if known.last is None else known.last.shared,
+                gradients_on=torch.is_grad_enabled(),
+                in_eval=self._optimizers.evaluate(),
+                shuffled=_reads_anew(loader),
             )
+        length = self._share_length(loader, whole) if shared else whole
+        self._lengths.given(loader, asked, length, script_place())
         return length
 
     def _share_length(self, loader: DataLoader, whole: int) -> int:
@@ -449,21 +402,27 @@ class Loaders(Sources, Interceptor):
             whole = len(arranged(self._size))
         return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
-    def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:
-        """Warn if ``len`` returned another length before the first training pass: a schedule may have been built from it."""
-        given, known.given = known.given, None
-        if given is None or known.trained:
-            return
-        length, place = given
-        try:
-            now = self._share_length(loader, DATALOADER_LENGTH(loader))
-        except TypeError:  # a stream without a length
-            return
-        if now != length:
+    def _check_lengths(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
+        """Warn if ``len`` has returned another length for the pass ``opened``: a mean or a schedule may have been computed from it."""
+        first = not known.trained
+        for length, place in self._lengths.begins(loader, key_of(loader), iteration.stack, opened.shared, first):
+            try:
+                whole = DATALOADER_LENGTH(loader)
+            except TypeError:  # a stream without a length
+                continue
+            now = self._share_length(loader, whole) if opened.shared else whole
+            if now == length:
+                continue
+            self._lengths.reported(place)
+            reads = f"has {now} batches on each rank" if opened.shared else f"reads everything on every rank, {now} batches"
             warn(
-                f"parwrap: len(loader) was {length} at {place}, before the loader was trained on, but the training pass at {opened.place} "
-                f"has {now} batches on each rank. A schedule built from {length} steps is wrong. Write loader = parwrap.shard(loader) "
-                "where the loader is made, so that its length is that of a share from the beginning."
+                f"parwrap: len(loader) was {length} at {place}, but the {'training ' * opened.trains}pass at {opened.place} {reads}. "
+                + (
+                    f"A schedule built from {length} steps is wrong. Write loader = parwrap.shard(loader) where the loader is made, so "
+                    "that its length is that of a share from the beginning."
+                    if opened.shared and first
+                    else f"A sum over the pass that is divided by {length} is wrong. Ask for len(loader) in the pass or after it."
+                )
             )
 
     def known(self, loader: DataLoader) -> _Known:
@@ -562,6 +521,20 @@ class _SharedDraws:
         return len(self._indices)
 
 
+def key_of(loader: DataLoader) -> Any:
+    """What identifies the dataset of a loop: the dataset, or ``loader`` if only that can be referenced weakly, as over a list."""
+    try:
+        weakref.ref(loader.dataset)
+    except TypeError:
+        return loader
+    return loader.dataset
+
+
+def _reads_anew(loader: DataLoader) -> bool:
+    """Whether ``loader`` reads in another order than that of its dataset."""
+    return not isinstance(loader.dataset, IterableDataset) and shuffles(loader)
+
+
 def _yields_parts(share: DataLoader) -> bool:
     return type(share.collate_fn) is CollatePart
 
@@ -585,9 +558,18 @@ def _draws_nothing(dataset: Any) -> bool:
     return type(dataset) is ConcatDataset and all(map(_draws_nothing, dataset.datasets))
 
 
+def _endless_from(loader: DataLoader) -> int:
+    """How many samples a pass reads at most if its sampler ends; 0 if its sampler has a length, or its dataset has none."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    try:
+        return 0 if isinstance(loader.dataset, IterableDataset) or hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return 0
+
+
 def _samples(loader: DataLoader) -> int | None:
     """How many samples one process reads in a pass; ``None`` if unknown, as without a batch size, where items may be batches."""
     try:
-        return None if loader.batch_sampler is None else len(_sampler(loader))
+        return len(_sampler(loader)) if isinstance(loader.batch_sampler, BatchSampler) else None
     except TypeError:
         return None

@@ -1,18 +1,18 @@
-"""Which passes train, and how a pass begins at its first ``next`` and ends once, whatever it reads (contract, rule 2).
+"""How a pass begins at its first ``next`` and ends once, whatever it reads. Which passes train: ``loops.py``.
 
 ``loaders.py`` and ``dali.py`` decide what each rank reads of DataLoaders and of DALI's pipelines.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
+from parwrap.data.loops import Loops
 from parwrap.data.samplers import samples_in
 from parwrap.data.streams import Part
 from parwrap.intercept.intercepted_calls import Batches
@@ -20,24 +20,10 @@ from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes, script_drops
 from parwrap.options import Options
-from parwrap.places import Place
+from parwrap.places import Place, call_stack
 from parwrap.ranks.group import Group, say
 
-__all__ = ["PassIterator", "Sources", "trains"]
-
-
-def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:
-    """Whether a pass that begins now is a training pass (rule 2).
-
-    Args:
-        gradients_on: whether gradients are on.
-        optimizer_built: whether the script has built an optimizer.
-        in_eval: whether the models of the optimizers at work are in eval mode.
-
-    >>> trains(gradients_on=True, optimizer_built=True, in_eval=False), trains(gradients_on=True, optimizer_built=True, in_eval=True)
-    (True, False)
-    """
-    return gradients_on and optimizer_built and not in_eval
+__all__ = ["PassIterator", "Sources"]
 
 
 class Sources:
@@ -48,6 +34,7 @@ class Sources:
         options: a function that returns the options of the innermost running function.
         passes: the open passes.
         optimizers: the optimizers of the script.
+        loops: what parwrap remembers of the script's loops.
         begins: called when a pass begins, with whether it trains.
     """
 
@@ -57,10 +44,11 @@ class Sources:
         options: Callable[[], Options],
         passes: Passes,
         optimizers: Optimizers,
+        loops: Loops,
         begins: Callable[[bool], None],
     ) -> None:
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
-        self._options, self._passes, self._optimizers, self._begins = options, passes, optimizers, begins
+        self._options, self._passes, self._optimizers, self._loops, self._begins = options, passes, optimizers, loops, begins
         self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
         self._undo = ExitStack()
         self._script_drops = self._undo.enter_context(script_drops())
@@ -83,10 +71,11 @@ class Sources:
         opened: Pass = iteration.opened
         opened.exhausted = exhausted
         if self._passes.is_open(opened):
-            self._leave(opened)
+            self._passes.end(opened)
+        self._loops.end(opened)
         if self._passes.in_loop():
             self._passes.draw()
-        if self._size > 1 and opened.shared and opened.drawn and self._trained_in(opened) and opened.place not in self._said:
+        if self._size > 1 and opened.shared and opened.drawn and (opened.trained or opened.backwards) and opened.place not in self._said:
             self._said.add(opened.place)
             of = f" of {opened.whole}" if opened.whole is not None else ""
             say(
@@ -94,6 +83,15 @@ class Sources:
                 "answers or loss * len(x), are of one rank's samples: parwrap.reduce_sum adds them up over all ranks."
                 + (" After its backward(), a loss is the mean over all ranks already." if self._options().averages_losses else "")
             )
+
+    def say_endless(self, opened: Pass) -> None:
+        """Print that the sampler of ``opened`` has no end, so that ranks take no fewer steps than one process."""
+        opened.endless_from = 0
+        say(
+            f"{opened.place} reads a sampler that repeats without an end, so its pass never ends: in as many steps, {self._size} ranks "
+            f"read {self._size} times as many samples as one process. To read as many, take 1/{self._size} of the steps, or divide each "
+            'batch: --batch global (batch="global")'
+        )
 
     def close(self) -> None:
         """Let passes that outlive the scope read on, without switching random streams."""
@@ -108,26 +106,13 @@ class Sources:
         """
         return self._script_drops()
 
-    def _may_train(self) -> bool:
-        """Whether :func:`trains` holds for a pass that begins now, whatever it reads."""
-        return trains(
-            gradients_on=torch.is_grad_enabled(), optimizer_built=self._optimizers.were_built, in_eval=self._optimizers.evaluate()
-        )
-
-    def _trained_in(self, opened: Pass) -> bool:
-        return self._optimizers.trained > opened.trained_before
-
-    def _leave(self, opened: Pass) -> None:
-        self._passes.end(opened)
-        if opened.trains:
-            self._optimizers.ended_pass()
-
 
 class PassIterator(Batches):
     """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted or dropped.
 
     Attributes:
         place: the line that reads it.
+        stack: the calls that lead to that line.
         opened: the pass, once it has begun.
         batches: the iterator that it takes batches from, once it has begun.
         reading: the libraries that draw from this rank's own streams while it reads a batch.
@@ -138,6 +123,7 @@ class PassIterator(Batches):
     def __init__(self, sources: Sources, place: Place) -> None:
         super().__init__(None)
         self.place = place
+        self.stack = call_stack(sys._getframe(1))
         self.opened: Pass | None = None
         self.reading: frozenset[str] = random_streams.NONE
         self._sources: Sources | None = sources
@@ -164,12 +150,15 @@ class PassIterator(Batches):
         else:
             batch = self._read()
         opened = self.opened
-        if opened is not None and opened.trains:
-            self._passes.clock.data += time.perf_counter() - asked
+        if opened is not None:
+            if opened.trains:
+                self._passes.clock.data += time.perf_counter() - asked
             if type(batch) is Part:
                 opened.weights.append(batch.weight)  # type: ignore[union-attr]
                 batch = batch.batch
-            self._passes.drew(opened, self.samples_in(batch))
+            self._passes.drew(opened, lambda: self.samples_in(batch))
+            if opened.endless_from and opened.samples > opened.endless_from:
+                sources.say_endless(opened)
         return batch
 
     def _read(self) -> Any:

@@ -23,6 +23,7 @@ from parwrap.checks.same_work import WHOLE_WORK, SameWork
 from parwrap.checks.watchdog import watched
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
+from parwrap.data.loops import Loops
 from parwrap.data.metrics import Metrics
 from parwrap.decorators.inventory import found, named, reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
@@ -491,8 +492,8 @@ class _Scope(Interceptor):
         self._undo.callback(streams.close)
         passes = Passes(streams, options.draws)
         there = reachable((nn.Module, torch.optim.Optimizer), call)
-        optimizers, losses = Optimizers(passes), Losses()
         modules = Modules(passes, [each for each in there if isinstance(each, nn.Module)])
+        optimizers, losses = Optimizers(passes, modules), Losses()
         self._undo.callback(modules.close)
         self._undo.callback(optimizers.close)
         self._interrupts = interrupts = Interrupts()
@@ -509,7 +510,7 @@ class _Scope(Interceptor):
         if group.world.rank == 0:
             warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
-        reading = group, lambda: self._options, passes, optimizers, self.strategy.begins_pass
+        reading = group, lambda: self._options, passes, optimizers, Loops(passes, optimizers), self.strategy.begins_pass
         loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
         if options.strategy != "none":

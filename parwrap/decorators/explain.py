@@ -161,16 +161,15 @@ class _Averaged(_Row):
 
 
 class _Begun(Batches):
-    """Calls ``watcher`` before the first batch and after each one: a pass begins when its first batch is drawn."""
+    """Calls ``watcher`` after each batch: a pass begins when its first batch is drawn."""
 
     def __init__(self, batches: Iterator, watcher: _Watcher, row: _Read, loader: DataLoader) -> None:
         super().__init__(batches)
-        self._watcher, self._row, self._loader, self._why = watcher, row, loader, ""
+        self._watcher, self._row, self._loader = watcher, row, loader
 
     def __next__(self) -> Any:
-        self._why = self._why or self._watcher.why_whole()
         batch = super().__next__()
-        self._watcher.note_pass(self._row, self._loader, self._why)
+        self._watcher.note_pass(self._row, self._loader)
         return batch
 
 
@@ -195,24 +194,20 @@ class _Watcher(Interceptor):
         row.sampler = type(loader.batch_sampler if loader.sampler is None else loader.sampler).__name__
         return _Begun(original(loader), self, row, loader)
 
-    def why_whole(self) -> str:
-        """The reason to give if a pass over a loader that begins now does not train."""
-        return self._loop.optimizers.why_whole() or "no backward followed before"
-
-    def note_pass(self, row: _Read, loader: DataLoader, why: str) -> None:
-        """Explain in ``row`` the open pass over ``loader``; ``why`` is what :meth:`why_whole` returned before the pass began."""
+    def note_pass(self, row: _Read, loader: DataLoader) -> None:
+        """Explain in ``row`` the open pass over ``loader``."""
         if (opened := self._loop.passes.innermost) is not None and row.last is not opened:
             row.last = opened
-            self._explain_pass(row, loader, opened, why)
+            self._explain_pass(row, loader, opened)
 
-    def _explain_pass(self, row: _Read, loader: DataLoader, opened: Pass, why: str) -> None:
+    def _explain_pass(self, row: _Read, loader: DataLoader, opened: Pass) -> None:
         if opened.shared:
-            row.rule = "2, 4: parwrap.shard" if opened.said else "2, 4: trains: gradients on, an optimizer, train mode"
+            row.rule = "2, 4: parwrap.shard" if opened.sharded else "2, 4: trains"
             row.change = "replicate(loader)"
         elif is_replicated(loader):
             row.rule, row.change = "2: parwrap.replicate", "shard(loader)"
         else:
-            row.rule, row.change = f"2: {why}", "@evaluate shares it, exactly"
+            row.rule, row.change = f"2: {opened.why_whole}", "@evaluate shares it, exactly"
 
     # training
 

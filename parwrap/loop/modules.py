@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,9 +14,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.passes import Passes
+from parwrap.places import Place, script_place
 from parwrap.ranks.group import is_on_one_rank
+from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["Modules"]
+
+
+class _Eval(NamedTuple):
+    """The last call of ``eval`` on a module: how many calls on all modules there had been then, and its line."""
+
+    number: int = 0
+    place: Place | None = None
 
 
 class Modules(Interceptor):
@@ -28,11 +38,13 @@ class Modules(Interceptor):
     Attributes:
         first: the modules that existed when the scope opened.
         count: the number of parameters that were made outside training passes, the same on all ranks.
+        evals: how often the script has put a module in eval mode.
     """
 
     def __init__(self, passes: Passes, modules: Iterable[nn.Module] = ()) -> None:
         self._passes, self.first = passes, list(modules)
-        self._outer: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary(dict.fromkeys(self.first))
+        self._outer: weakref.WeakKeyDictionary[nn.Module, _Eval] = weakref.WeakKeyDictionary(dict.fromkeys(self.first, _Eval()))
+        self.evals = 0
         self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.count = 0
@@ -64,7 +76,33 @@ class Modules(Interceptor):
         return {number: p for p, number in self._numbers.items()}
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        self._outer.setdefault(module)
+        self._outer.setdefault(module, _Eval())
+        if not training and not is_on_one_rank():  # what one rank does to a model must not change what the next pass is on that rank
+            self.evals += 1
+            self._outer[module] = _Eval(self.evals, script_place())
+
+    def evaluates(self, parameters: Iterable[torch.Tensor], since: int = -1) -> bool:
+        """Whether the modules of all trainable ``parameters`` are in eval mode, one of them since more than ``since`` calls of eval.
+
+        Args:
+            parameters: parameters. A frozen ``bn.eval()`` is not enough to put a model in eval mode.
+            since: an earlier value of ``evals``.
+        """
+        trainable = {id(p) for p in parameters if p.requires_grad}
+        in_eval, training, freshly = set[int](), set[int](), set[int]()
+        for outer, last in list(self._outer.items()):
+            for module in outer.modules():
+                held = trainable.intersection(map(id, registered_parameters(module).values()))
+                (training if module.training else in_eval).update(held)
+                if last.number > since:
+                    freshly |= held
+        return bool(freshly) and in_eval - training == trainable
+
+    def eval_place(self, parameters: Iterable[torch.Tensor]) -> Place | None:
+        """The line that put a module of ``parameters`` in eval mode last; ``None`` if none did."""
+        ids = set(map(id, parameters))
+        lasts = [last for outer, last in list(self._outer.items()) if not ids.isdisjoint(map(id, outer.parameters()))]
+        return max(lasts, key=lambda last: last.number, default=_Eval()).place
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The longest name under which a module of the script holds ``parameter``, else the name in its own module; with its shape."""

@@ -8,7 +8,7 @@ work again. Until then its parameters count, even if the script has dropped it: 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,28 +19,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.modules import Modules
 from parwrap.loop.passes import Pass, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import is_alone, is_on_one_rank
 
-__all__ = ["Optimizers", "evaluates", "parameters_of"]
+__all__ = ["Optimizers", "parameters_of"]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """All parameters of ``optimizer``, group by group."""
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def evaluates(parameters: Iterable[torch.Tensor], in_eval: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether every trainable one of ``parameters`` was last put in eval mode, as ``in_eval`` says. A frozen ``bn.eval()`` is not enough.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    >>> all_of_them, last = list(model.parameters()), set(map(id, model[1].parameters()))
-    >>> evaluates(all_of_them, lambda p: True), evaluates(all_of_them, lambda p: id(p) in last), evaluates([], lambda p: True)
-    (True, False, False)
-    """
-    trainable = [p for p in parameters if p.requires_grad]
-    return bool(trainable) and all(map(in_eval, trainable))
 
 
 @dataclass(eq=False)
@@ -53,10 +42,12 @@ class _Work:
         parameters: those that it had when they were last looked at. They are kept, so that no other tensor gets the id of one.
         kinds: their ids, shapes, dtypes and devices.
         version: how often they have changed.
+        built_at: how many batches had been drawn when it was built; -1 if it was built before the scope opened.
     """
 
     optimizer: weakref.ref[Optimizer]
     number: int
+    built_at: int = -1
     parameters: list[torch.Tensor] = field(default_factory=list)
     kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
     version: int = 0
@@ -75,23 +66,22 @@ class Optimizers(Interceptor):
 
     Args:
         passes: the passes over loaders.
+        modules: the modules of the script.
 
     Attributes:
         were_built: whether the script has built an optimizer, even if none is left.
+        trained_since_built: whether an optimizer has stepped since the newest one was built.
         steps: the number of steps of all optimizers, except those of one batch.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, passes: Passes, modules: Modules) -> None:
+        self._passes, self._modules = passes, modules
         self._works: weakref.WeakKeyDictionary[Optimizer, _Work] = weakref.WeakKeyDictionary()
         self._at_work: list[_Work] = []
-        self._built_since_step: list[_Work] = []
         self._stepped: list[_Work] = []
-        self._stepped_in_pass: list[_Work] = []
-        self._trained_since_built = False
+        self._stepped_after = 0
+        self.trained_since_built = False
         self._had: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._in_eval: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._put_in_train: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._hooks_on_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, _Made] = weakref.WeakKeyDictionary()
@@ -169,14 +159,12 @@ class Optimizers(Interceptor):
         self.were_built = True
         self._generation += 1
         if not known:
-            self._works[optimizer] = work = _Work(weakref.ref(optimizer), self._count)
+            self._works[optimizer] = work = _Work(weakref.ref(optimizer), self._count, self._passes.draws)
             self._count += 1
-            if self._trained_since_built:  # another training begins
-                self._at_work, self._stepped, self._stepped_in_pass = [], [], []
-            self._trained_since_built = False
+            if self.trained_since_built:  # another training begins
+                self._at_work, self._stepped = [], []
+            self.trained_since_built = False
             self._at_work.append(work)
-            if not self._passes.training:
-                self._built_since_step.append(work)
         self.version(optimizer)
 
     def _trains_batch(self, optimizer: Optimizer) -> bool:
@@ -232,14 +220,26 @@ class Optimizers(Interceptor):
         if work is None:
             self.built(optimizer)
             work = self._works[optimizer]
+            work.built_at = -1  # it is older than the scope
         if work not in self._at_work:
             self._at_work = sorted([*self._at_work, work], key=lambda each: each.number)
             self._generation += 1
         self.steps += 1
-        self._trained_since_built = True
-        self._built_since_step.clear()
-        if self._passes.training and work not in self._stepped_in_pass:
-            self._stepped_in_pass.append(work)
+        self.trained_since_built = True
+        self._note_step(work)
+
+    def left_out(self, optimizer: Optimizer) -> None:
+        """A step that is left out because of a loss scale has trained all the same."""
+        work = self._works.get(optimizer)
+        if work is not None and not is_alone():
+            self._note_step(work)
+
+    def _note_step(self, work: _Work) -> None:
+        if self._stepped_after != self._passes.begun:
+            self._stepped, self._stepped_after = [], self._passes.begun
+        if work not in self._stepped:
+            self._stepped.append(work)
+        self._passes.stepped(work.built_at)
 
     def trains_in_batch(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` belongs to an optimizer for which :meth:`is_of_batch` is true."""
@@ -249,66 +249,25 @@ class Optimizers(Interceptor):
         """Whether ``optimizer`` was built inside a training pass, for what was made there."""
         return optimizer in self._batch_optimizers
 
-    def ended_pass(self) -> None:
-        """Note that a training pass has ended: the modes of the models of optimizers that stepped in it count from now on."""
-        if self._stepped_in_pass:
-            self._stepped, self._stepped_in_pass = self._stepped_in_pass, []
-            self._put_in_train.clear()
+    @property
+    def evals(self) -> int:
+        """How often the script has put a module in eval mode."""
+        return self._modules.evals
 
-    def set_mode(self, module: nn.Module, training: bool) -> None:
-        if is_on_one_rank():  # what one rank does to a model must not change what the next pass is on that rank
-            return
-        place = script_place()
-        for p in module.parameters():
-            if training:
-                self._in_eval.pop(p, None)
-                self._put_in_train[p] = None
-            else:
-                self._in_eval[p] = place
-                self._put_in_train.pop(p, None)
+    def evaluate(self, since: int = -1) -> bool:
+        """Whether the models of the optimizers that stepped in the last pass are in eval mode; before the first step, those of all at work.
 
-    def evaluate(self) -> bool:
-        """Whether the models of optimizers at work are in eval mode.
-
-        The optimizers built since the last step decide; else those that stepped in the last training pass or whose models were put in train
-        mode since; else all.
+        With ``since``, an earlier value of ``evals``: whether, besides, the script has put one of them in eval mode after that.
         """
-        return evaluates(self._judged(), lambda p: p in self._in_eval)
+        return self._modules.evaluates(self._judged(), since)
+
+    def eval_place(self) -> Place | None:
+        """The line that put the models of :meth:`evaluate` in eval mode last; ``None`` if none did."""
+        return self._modules.eval_place(self._judged())
 
     def _judged(self) -> Iterator[torch.Tensor]:
         self._look()
-        judged = self._built_since_step
-        if not judged:
-            put = self._put_in_train
-            judged = [*self._stepped, *(each for each in self._at_work if put and any(p in put for p in each.parameters))]
-        return (p for each in judged or self._at_work for p in each.parameters)
-
-    def eval_place(self) -> Place | None:
-        """The script's line that put the first trainable parameter of the models in :meth:`evaluate` in eval mode; ``None`` if none did."""
-        return next((self._in_eval.get(p) for p in self._judged() if p.requires_grad), None)
-
-    def why_whole(self) -> str:
-        """Why a pass over a loader that begins now does not train; empty if it may."""
-        if not torch.is_grad_enabled():
-            return "gradients are off"
-        if not self.were_built:
-            return "no optimizer has been built"
-        return f"the model is in eval mode since {self.eval_place()}" if self.evaluate() else ""
-
-    def check_backward(self) -> None:
-        """Refuse a backward inside a pass that reads everything, if the loader was read in shares before.
-
-        Raises:
-            UsageError: with the reason why the pass reads everything.
-        """
-        innermost = self._passes.innermost
-        if innermost is None or not innermost.refuses_backward:
-            return
-        raise UsageError(
-            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank. When it began: "
-            f"{innermost.refuses_backward}. The loader was read in shares before, so this pass would take as many steps as in one process. "
-            "Before the pass begins, build the optimizer, call model.train() and leave gradients on, or write parwrap.shard(loader)."
-        )
+        return (p for each in self._stepped or self._at_work for p in each.parameters)
 
     def moved(self, module: nn.Module) -> None:
         self._generation += 1

@@ -83,46 +83,64 @@ class Pass:
         trains: whether it is a training pass.
         shared: whether this rank reads only its share.
         place: the line that reads it.
-        said: whether the script has called ``parwrap.shard`` on the loader.
+        why_whole: why every rank reads everything in it; empty if it trains.
+        sharded: whether the script has called ``parwrap.shard`` on the loader.
         data: digits of a hash of what must be the same on all ranks; they travel with the pass's first backward.
         weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
+        drawn_at: the number of batches that all passes had drawn when it drew its last one.
+        in_thread: whether another thread than the loop's reads it: what depends on when that thread runs is not compared between ranks.
+        after_eval: whether the script had put the model in eval mode since the last pass when it began.
         backwards: the number of backwards since it began.
-        trained_before: the number of all backwards and steps when it began.
+        steps: the number of steps on its batches, of optimizers that are older than these.
+        waits_for_step: whether it has drawn a batch since the last step.
         drawn: the number of batches drawn.
         drawn_after: the number of all backwards when it drew its last batch.
         samples: the number of samples in the batches drawn.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
+        endless_from: if its sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
-        refuses_backward: why it does not train, if a backward in it is an error because the loader trained on shares before; else empty.
         in_flight: the last three batches drawn, or more if the loop has not trained on these yet; only if batches have weights.
         ahead: whether the loop draws batches before it has trained on the last one.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
+        depth: how many batches the loop had drawn before its first backward, except that of this backward.
+        steps_left: after its end, how many steps still train on its batches, because the loop has read ahead.
     """
 
     trains: bool
     shared: bool
     place: Place
-    said: bool = False
+    why_whole: str = ""
+    sharded: bool = False
     data: tuple[int, ...] = ()
     weights: deque[float] | None = None
+    drawn_at: int = 0
+    in_thread: bool = False
+    after_eval: bool = False
     backwards: int = 0
-    trained_before: int = 0
+    steps: int = 0
+    waits_for_step: bool = False
     drawn: int = 0
     drawn_after: int = 0
     samples: int = 0
     whole: int | None = None
+    endless_from: int = 0
     exhausted: bool = False
     repeats: bool = False
-    refuses_backward: str = ""
     in_flight: deque[Batch] = field(default_factory=deque)
     ahead: bool = False
     untrained: int = 0
+    depth: int = 0
+    steps_left: int = 0
     _trained: bool = True
+
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer has stepped on its batches."""
+        return self.steps > 0
 
     def drew(self, samples: int) -> None:
         """Note that a batch of ``samples`` samples was drawn."""
-        self.drawn += 1
         self.samples += samples
         self.untrained += 1
         self._trained = False
@@ -133,7 +151,9 @@ class Pass:
                 self.in_flight.popleft()
 
     def ran_backward(self) -> None:
-        """Note that a backward ran while this pass was the innermost training pass."""
+        """Note that a backward ran while this pass was open."""
+        if not self.backwards:
+            self.depth = self.untrained - 1
         self.backwards += 1
         if not self._trained:
             self._trained = True
@@ -152,6 +172,7 @@ class Passes:
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
         begun: the number of passes over loaders that the thread of the loop has begun.
+        draws: the number of batches that it has drawn, in passes of all kinds.
         whole_at: the first line with a pass that every rank has read whole with gradients on, and without ``parwrap.replicate``.
         clock: how long the loop has trained and waited.
     """
@@ -161,8 +182,9 @@ class Passes:
         self._own_after = 0 if draws == "per_rank" else None  # with this many backwards, ranks still draw the same
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
+        self._left: Pass | None = None  # the pass that ended last, if it was left before its end
         self._same_draws, self._unsent = 0, False
-        self.batches = self.backwards = self.begun = 0
+        self.batches = self.backwards = self.begun = self.draws = 0
         self.whole_at: Place | None = None
         self.clock = Clock()
         self._thread = threading.current_thread()
@@ -190,6 +212,12 @@ class Passes:
         return self._open[-1] if self._open else None
 
     @property
+    def backwards_so_far(self) -> int:
+        """The number of backwards in the innermost training pass, or in the scope if the loop's thread reads none."""
+        training = self.training
+        return self.backwards if training is None or training.in_thread else training.backwards
+
+    @property
     def in_weighted_batch(self) -> bool:
         """Whether the loop is at a batch whose parts on the ranks have weights, and not in an inner pass that reads everything."""
         training = self.training or self._last_training
@@ -197,7 +225,7 @@ class Passes:
 
     def begin(self, opened: Pass) -> None:
         """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
-        self._last_training = None
+        self._last_training = self._left = None
         self._open.append(opened)
         if opened.trains:
             self.clock.began_pass()
@@ -211,28 +239,32 @@ class Passes:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
         if closed in self._open:
             self._open.remove(closed)
+            self._left = None if closed.after_eval or (closed.exhausted and not closed.backwards) else closed
             if closed.trains:
                 self._last_training = closed if closed.untrained else None
+                if closed.in_thread:
+                    closed.steps_left = closed.drawn - closed.steps
+                elif closed.backwards and closed.untrained == closed.depth:
+                    closed.steps_left = closed.untrained
                 self.clock.epochs[closed.place] += closed.exhausted
 
     def data_to_send(self) -> tuple[int, ...]:
-        """The digits of all training passes that have not sent theirs, added up; empty if all have."""
+        """The digits of all passes that have not sent theirs, added up; empty if all have."""
         if not self._unsent:
             return ()
-        unsent = [each.data for each in self._training_passes() if each.data]
+        unsent = [each.data for each in self._sending() if each.data]
         return tuple(sum(digits) % DIGITS for digits in zip(*unsent, strict=True))
 
     def data_sent(self) -> None:
         """Note that the digits of :meth:`data_to_send` have been sent."""
         if self._unsent:
             self._unsent = False
-            for each in self._training_passes():
+            for each in self._sending():
                 each.data = ()
 
-    def _training_passes(self) -> list[Pass]:
-        """The open training passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
-        passes = [each for each in self._open if each.trains]
-        return passes or [each for each in [self.training] if each is not None]
+    def _sending(self) -> list[Pass]:
+        """The open passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
+        return self._open or [each for each in [self.training] if each is not None]
 
     def draw(self) -> None:
         """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.
@@ -244,7 +276,8 @@ class Passes:
         elif self._own_after is not None and self.backwards > self._own_after:
             own = random_streams.ALL
         else:
-            own = random_streams.TRAINING if self.training else random_streams.NONE
+            reads_ahead = self._last_training is not None and self._last_training.steps_left > 0
+            own = random_streams.TRAINING if self.training or reads_ahead else random_streams.NONE
         self.streams.use(own)
 
     @property
@@ -268,20 +301,39 @@ class Passes:
         self._same_draws += 1 if entered else -1
         self.draw()
 
-    def drew(self, training: Pass, samples: int) -> None:
-        """Note that ``training`` has drawn a batch of ``samples`` samples on this rank."""
-        training.drew(samples)
-        self.clock.samples += samples
-        training.drawn_after = self.backwards
-        self.batches += 1
+    def drew(self, opened: Pass, samples: Callable[[], int]) -> None:
+        """Note that ``opened`` has drawn a batch; ``samples()`` returns the number of its samples on this rank."""
+        self.draws += not opened.in_thread
+        opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
+        if opened.trains:
+            opened.drew(found := samples())
+            self.clock.samples += found
+            opened.drawn_after = self.backwards
+            self.batches += 1
+
+    def stepped(self, built_at: int) -> None:
+        """Note a step of an optimizer that was built when all passes had drawn ``built_at`` batches.
+
+        It trains on the batches that all open passes have drawn since the step before. If no pass is open, it trains on those of the pass
+        that ended last, if the loop left it or ran a backward in it. An optimizer that was built for the last batch trains what belongs to
+        this batch, such as an attack, and not on the loader.
+        """
+        passes: list[Pass] = self._open or ([self._left] if self._left else [])
+        for each in passes:
+            if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn):
+                each.steps, each.waits_for_step = each.steps + 1, False
+        if (last := self._last_training) is not None and last.steps_left:
+            last.steps_left -= 1
+            if not last.steps_left:
+                self.draw()
 
     def ran_backward(self) -> None:
         """Note that a backward of the script ran."""
         self.backwards += 1
         self._thread = threading.current_thread()
         self.clock.end = time.perf_counter()
-        if training := self.training:
-            training.ran_backward()
+        for each in self._sending():
+            each.ran_backward()
         self.draw()
 
     @property

@@ -142,8 +142,7 @@ class OneModel(Strategy):
         self.buffers = Buffers(loop.group, loop.modules.first)
 
     def _check_backward(self) -> None:
-        """Refuse a backward in a whole pass over a loader that training passes read in shares, and a backward that only one rank runs."""
-        self.loop.optimizers.check_backward()
+        """Refuse a backward that only one rank runs."""
         if is_alone():
             raise UsageError(
                 f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take "

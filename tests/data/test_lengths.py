@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import parwrap
+from parwrap.data.loader_lengths import shows_share, stands_above
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
@@ -22,6 +24,7 @@ from parwrap.data.samplers import (
     share_length,
     shuffles,
 )
+from parwrap.places import Line
 from training import Training, read
 
 
@@ -68,20 +71,116 @@ def test_unless_the_loader_reads_in_order_the_model_is_in_eval_mode_or_gradients
     assert [5, 5, 5] == lengths
 
 
-@pytest.mark.ranks(2)
-def test_later_it_is_that_of_a_pass_like_the_last():
-    with parwrap.distributed():
-        training, loader = Training(), DataLoader(range(10), batch_size=2)
-        training.train(loader)
-        lengths = [len(loader)]
-        with torch.no_grad():
-            for _ in loader:
-                pass
-        lengths.append(len(loader))
-        training.train(loader)
-        lengths.append(len(loader))
+@pytest.mark.parametrize(
+    ("last_trained", "gradients_on", "in_eval", "shuffled", "expected"),
+    [
+        (None, True, False, True, True),
+        (None, True, False, False, False),
+        (None, False, False, True, False),
+        (None, True, True, True, False),
+        (True, True, False, False, True),
+        (False, True, False, True, False),
+    ],
+)
+def test_the_first_time_a_length_is_that_of_a_share(last_trained, gradients_on, in_eval, shuffled, expected):
+    assert expected == shows_share(last_trained=last_trained, gradients_on=gradients_on, in_eval=in_eval, shuffled=shuffled)
 
-    assert [3, 5, 3] == lengths
+
+def stack(*lines):
+    """A stack of lines, written as a letter for the function and the number of the line."""
+    return tuple(Line("train.py", ord(line[0]), int(line[1:]), in_script=True) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("read", "asked", "expected"),
+    [
+        (["m5"], ["m9"], True),  # for x in loader: ...; total / len(loader)
+        (["m9"], ["m9"], True),  # sum(f(x) for x in loader) / len(loader)
+        (["m9"], ["m5"], False),  # n = len(loader) in the next epoch
+        (["m5", "t2"], ["m9"], True),  # train(loader); total / len(loader)
+        (["m5", "t2"], ["m5", "t3"], True),
+        (["m5", "t2"], ["m9", "t3"], False),  # another call of the function
+        (["m5", "t2"], ["m9", "e3"], False),  # train(loader), then len(loader) in evaluate(loader)
+        ([], ["m9"], False),
+    ],
+)
+def test_a_pass_stands_above_a_length_in_the_function_that_asks(read, asked, expected):
+    assert expected == stands_above(stack(*read), stack(*asked))
+
+
+def asks_before(loader):
+    count, passes = len(loader), 0
+    with torch.no_grad():
+        for _ in loader:
+            passes += 1
+    return count, passes
+
+
+def asks_after(loader):
+    passes = 0
+    with torch.no_grad():
+        for _ in loader:
+            passes += 1
+    return len(loader), passes
+
+
+def asks_inside(loader):
+    with torch.no_grad():
+        lengths = [len(loader) for _ in loader]
+    return lengths[0], len(lengths)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("evaluate", [asks_after, asks_inside])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_it_is_that_of_the_pass_in_the_function_that_asks(evaluate):
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
+        lengths = []
+        for _ in range(2):
+            training.train(loader)
+            trained = len(loader)
+            lengths.append((trained, *evaluate(loader), len(loader)))
+
+    assert [(3, 5, 5, 5)] * 2 == lengths
+
+
+@pytest.mark.ranks(2)
+def test_a_length_before_a_pass_of_another_kind_is_named_once_and_right_from_then_on():
+    """As in ``test()`` of PyTorch's quickstart, called on the training data."""
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
+        lengths = []
+
+        def run():
+            for _ in range(3):
+                training.train(loader)
+                lengths.append(asks_before(loader))
+
+        with pytest.warns(UserWarning, match=r"len\(loader\)") as said:
+            run()
+
+    assert [(3, 5), (5, 5), (5, 5)] == lengths
+    (text,) = [str(each.message) for each in said]
+    assert re.match(r"parwrap: len\(loader\) was 3 at test_lengths.py:\d+, but the pass at test_lengths.py:\d+ reads everything", text)
+    assert "Ask for len(loader) in the pass or after it." in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_two_kinds_of_passes_in_one_function_have_their_lengths():
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
+        lengths = []
+        for _ in range(2):
+            before = len(loader)
+            training.train(loader)
+            after = len(loader)
+            with torch.no_grad():
+                read(loader)
+            lengths.append((before, after, len(loader)))
+
+    assert [(3, 3, 5)] * 2 == lengths
 
 
 @pytest.mark.ranks(2)
@@ -89,7 +188,7 @@ def test_in_a_pass_it_is_that_of_the_pass():
     with parwrap.distributed():
         training, loader = Training(), DataLoader(range(10), batch_size=2)
         lengths = {(len(loader), training.step()) for _ in loader}
-        batches = iter(loader)
+        batches = iter(parwrap.shard(DataLoader(range(10), batch_size=2)))
         next(batches)
 
         assert 3 == len(batches)
@@ -134,7 +233,7 @@ def test_list_asks_for_the_length_of_the_pass_that_it_begins():
     with parwrap.distributed():
         Training()
         with pytest.warns(
-            UserWarning, match="no backward followed.*If you keep the batches to train on them later, write parwrap.shard"
+            UserWarning, match="no optimizer stepped.*If you keep the batches to train on them later, write parwrap.shard"
         ) as said:
             kept = list(DataLoader(range(10), batch_size=2))
 
@@ -150,10 +249,10 @@ def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_
         if after_a_pass:
             with torch.no_grad():
                 read(loader)
-        given = len(loader)
+        given = length_of(loader)
         with pytest.warns(
             UserWarning,
-            match=r"parwrap: len\(loader\) was 5 at test_lengths.py:\d+, before the loader was trained on, but the training pass at "
+            match=r"parwrap: len\(loader\) was 5 at test_lengths.py:\d+, but the training pass at "
             r"training.py:\d+ has 3 batches on each rank. A schedule built from 5 steps is wrong. Write loader = parwrap.shard\(loader\) "
             "where the loader is made, so that its length is that of a share from the beginning.",
         ):
@@ -162,24 +261,8 @@ def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_
     assert 5 == given
 
 
-@pytest.mark.ranks(2)
-def test_a_length_after_a_pass_that_reads_everything_of_a_loader_that_trains_is_named_once():
-    with parwrap.distributed():
-        training, loader = Training(), DataLoader(range(10), batch_size=2, shuffle=True)
-        training.train(loader)
-        right = len(loader)
-        with torch.no_grad():
-            read(loader)
-        with pytest.warns(UserWarning, match=r"len\(loader\)") as said:
-            lengths = [len(loader), len(loader)]
-
-    assert (3, [5, 5]) == (right, lengths)
-    (text,) = [str(each.message) for each in said]
-    assert text == (
-        f"parwrap: len(loader) is 5 at test_lengths.py:{said[0].lineno}, because the loader's last pass read everything, but a "
-        "training pass has 3 batches on each rank. To divide a sum over a training pass, call len(loader) right after that pass, or "
-        "count its batches."
-    )
+def length_of(loader):
+    return len(loader)
 
 
 @pytest.mark.ranks(2)

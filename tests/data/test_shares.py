@@ -190,12 +190,12 @@ def test_zipped_loaders_never_pair_a_sample_with_itself(same):
 def test_a_dataset_that_grows_is_shared_out_whole():
     memory = list(range(8))
     with parwrap.distributed():
-        training, loader = Training(), DataLoader(memory, batch_size=2)
-        before = everyones(training.train(loader))
-        memory += range(8, 16)
+        training, loader, seen = Training(), DataLoader(memory, batch_size=2), []
+        for _ in range(2):
+            seen.append(everyones(training.train(loader)))
+            memory += range(8, 16)
 
-        assert list(range(16)) == everyones(training.train(loader))
-    assert list(range(8)) == before
+    assert [list(range(8)), list(range(16))] == seen
 
 
 @pytest.mark.ranks(2)
@@ -409,8 +409,7 @@ def test_an_endless_sampler_is_drawn_lazily():
 def test_fewer_samples_than_ranks():
     with parwrap.distributed():
         training = Training()
-        assert [0] == training.train(DataLoader([0]))
-        assert [parwrap.rank()] == training.train(DataLoader(range(2), batch_size=4))
+        assert [[0], [parwrap.rank()]] == [training.train(loader) for loader in (DataLoader([0]), DataLoader(range(2), batch_size=4))]
 
 
 KEEP = re.escape(', or batch="global", which divides each batch, or start fewer ranks.')
@@ -667,7 +666,7 @@ def test_loaders_of_all_kinds_are_shared_out():
             "stateful in workers": stateful(range(8), batch_size=2, num_workers=1),
         }
         seen = {kind: training.train(loader) for kind, loader in kinds.items()}
-        doubled = training.train(Doubled(range(8), batch_size=2))
+        doubled = training.train(parwrap.shard(Doubled(range(8), batch_size=2)))
 
     expected = list(range(parwrap.rank(), 8, 2))
     assert dict.fromkeys(kinds, expected) == seen
@@ -711,7 +710,7 @@ def test_persistent_workers_survive_a_pass_that_was_left_early():
             training.step(batch)
             break
 
-        assert list(range(16)) == everyones(training.train(loader))
+        assert list(range(16)) == everyones(training.train(parwrap.shard(loader)))
 
 
 @pytest.mark.ranks(2)

@@ -23,7 +23,7 @@ def loader(**options):
 @pytest.mark.parametrize("epochs", [0, 2])
 def test_a_pass_is_resumed_from_its_state(options, epochs):
     with parwrap.distributed(seed=1):
-        training, first = Training(), loader(**options)
+        training, first = Training(), parwrap.shard(loader(**options))
         for _ in range(epochs):
             training.train(first)
         seen = []
@@ -37,7 +37,7 @@ def test_a_pass_is_resumed_from_its_state(options, epochs):
         training.train(loader(**options))
         resumed = loader(**options)
         resumed.load_state_dict(parwrap.broadcast(state))
-        rest, following = training.train(resumed), training.train(resumed)
+        rest, following = (training.train(resumed) for _ in range(2))
         del resumed
 
     assert [4, 4, 8] == [len(seen), len(rest), len(following)]
@@ -52,8 +52,8 @@ def test_the_state_of_an_exhausted_pass_is_followed_by_the_next_order():
         training, first = Training(), loader(shuffle=True)
         training.train(first)
         state, drawn = first.state_dict(), torch.get_rng_state()
-        expected = training.train(first)
-        resumed = loader(shuffle=True)
+        expected = training.train(parwrap.shard(first))
+        resumed = parwrap.shard(loader(shuffle=True))
         resumed.load_state_dict(state)
         torch.set_rng_state(drawn)
 

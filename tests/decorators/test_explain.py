@@ -63,7 +63,7 @@ def test_each_line_of_a_loop_has_a_row_in_the_order_of_the_script(tmp_path, capf
         assert [2, 4, 4, 1] == [row["times"] for row in rows]
         assert "each of 2 ranks 6 of 12 samples, RandomSampler, 2 passes" == rows[0]["what"]
         assert re.fullmatch(r"averaged 2 parameters, 8e-06 MB, 4 times, \d+% of the time waiting for averages", rows[1]["what"])
-        assert ["2, 4: trains: gradients on, an optimizer, train mode", "5", "1", "8"] == [row["rule"] for row in rows]
+        assert ["2, 4: trains", "5", "1", "8"] == [row["rule"] for row in rows]
         assert "rank 0 writes model.pt" == rows[3]["what"]
         text = capfd.readouterr().err
         assert re.search(
@@ -101,16 +101,16 @@ def test_a_whole_pass_says_why_it_is_whole(kind, rule, tmp_path):
 def test_what_the_script_said_and_what_was_warned_of_is_there(tmp_path):
     def run():
         loop, loader = Loop(), parwrap.shard(DataLoader(data(), batch_size=3))
-        loop.train(loader)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loop.read(DataLoader(data(), batch_size=3))  # no backward follows
+            loop.read(DataLoader(data(), batch_size=3))  # no step follows
+        loop.train(loader)
 
     rows, said = rows_of(run, tmp_path)
 
     if parwrap.rank() == 0:
-        assert "2, 4: parwrap.shard" == next(row["rule"] for row in rows if row["call"] == "DataLoader")
-        assert (1, True) == (len(said), "no backward followed" in said[0])
+        assert "2, 4: parwrap.shard" in [row["rule"] for row in rows if row["call"] == "DataLoader"]
+        assert (1, True) == (len(said), "no optimizer stepped" in said[0])
 
 
 @pytest.mark.ranks(2)

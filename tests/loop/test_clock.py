@@ -23,6 +23,8 @@ class Slow(Dataset):
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x in DataLoader(torch.ones(4, 2), batch_size=2):  # is read in shares, and no step follows
+    pass
 for epoch in range(2):
     for x in DataLoader(Slow(), batch_size=4):
         if parwrap.rank() == 1:
@@ -32,8 +34,6 @@ for epoch in range(2):
         optimizer.step()
     with torch.no_grad():
         model(torch.ones(1, 2))
-for x in DataLoader(torch.ones(4, 2), batch_size=2):  # is read in shares, and no backward follows
-    pass
 """
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import SGD
 
 from parwrap.intercept.torch_calls import intercepting
-from parwrap.loop.optimizers import Optimizers, evaluates, parameters_of
+from parwrap.loop.modules import Modules
+from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams
 from parwrap.places import Place
@@ -26,9 +27,11 @@ def passes():
 
 @pytest.fixture
 def optimizers(passes):
-    noted = Optimizers(passes)
-    with intercepting([noted]):
+    modules = Modules(passes)
+    noted = Optimizers(passes, modules)
+    with intercepting([noted, modules]):
         yield noted
+    modules.close()
 
 
 def linear():
@@ -123,7 +126,7 @@ def test_a_tensor_that_a_script_replaces_changes_the_version_of_its_optimizer_al
 
 
 def test_an_unknown_optimizer_is_noted_at_its_first_step(passes):
-    optimizer, optimizers = SGD(linear().parameters(), lr=1.0), Optimizers(passes)
+    optimizer, optimizers = SGD(linear().parameters(), lr=1.0), Optimizers(passes, Modules(passes))
     with intercepting([optimizers]):
         assert [] == optimizers.all()
         stepped(optimizer)
@@ -149,102 +152,70 @@ def test_an_optimizer_is_of_a_batch_if_all_that_it_trains_was_made_in_the_pass(o
     ("in_eval", "frozen", "expected"),
     [([], [], False), ([0], [], False), ([0, 1], [], True), ([0], [1], True), ([1], [0], True), ([0, 1], [0, 1], False)],
 )
-def test_evaluation_is_when_all_trainable_parameters_are_in_eval_mode(in_eval, frozen, expected):
-    parts = linear(), linear()
-    optimizer = SGD([p for part in parts for p in part.parameters()], lr=1.0)
+def test_evaluation_is_when_all_trainable_parameters_are_in_eval_mode(optimizers, in_eval, frozen, expected):
+    parts = nn.ModuleList([linear(), linear()])
+    optimizer = SGD(parts.parameters(), lr=1.0)
     for index in frozen:
         parts[index].requires_grad_(False)
-    ids = {id(p) for index in in_eval for p in parts[index].parameters()}
+    for index in in_eval:
+        parts[index].eval()
 
-    assert expected == evaluates(parameters_of(optimizer), lambda p: id(p) in ids)
+    assert ([optimizer], expected) == (optimizers.all(), optimizers.evaluate())
 
 
-def test_a_mode_is_the_last_call_of_the_script(optimizers):
+def test_a_mode_is_what_modules_say(optimizers):
     model = nn.Sequential(linear(), linear())
     built = SGD(model.parameters(), lr=1.0)
     modes = [optimizers.evaluate()]
     for change in (model.eval, model[0].train, model[0].eval, lambda: model.train(True), lambda: model.train(False)):
         change()
         modes.append(optimizers.evaluate())
+    for module in model.modules():  # as trainers put back the modes after a validation
+        module.training = True
+    modes.append(optimizers.evaluate())
 
-    assert ([built], [False, True, False, True, False, True]) == (optimizers.all(), modes)
+    assert ([built], [False, True, False, True, False, True, False]) == (optimizers.all(), modes)
 
 
-def test_what_one_rank_does_alone_changes_no_mode(optimizers):
-    model = nn.Linear(1, 1)
+def test_an_eval_mode_is_fresh_after_a_call_of_eval_on_a_module_of_the_optimizers(optimizers):
+    model, teacher = linear(), linear()
     built = SGD(model.parameters(), lr=1.0)
-    with alone():
-        model.eval()
-
-    assert [built] == optimizers.all()
-    assert not optimizers.evaluate()
-
-
-def test_what_all_ranks_do_in_turn_changes_modes(optimizers):
-    model = linear()
-    built = SGD(model.parameters(), lr=1.0)
-    with alone(in_turn=True):
-        model.eval()
-
-    assert ([built], True) == (optimizers.all(), optimizers.evaluate())
-
-
-def test_the_line_of_an_eval_is_known(optimizers):
-    model = linear()
-    optimizer = SGD(model.parameters(), lr=1.0)
+    model.eval()
+    before = optimizers.evals
+    stale = optimizers.evaluate(since=before)
+    teacher.eval()
+    of_another = optimizers.evaluate(since=before)
     model.eval()
 
-    assert str(optimizers.eval_place()).startswith("test_optimizers.py:")
-    del optimizer
+    assert ([built], False, False, True) == (optimizers.all(), stale, of_another, optimizers.evaluate(since=before))
 
 
-def test_the_line_of_an_eval_is_that_of_the_model_which_has_trained(optimizers, passes):
-    generator, critic = linear(), linear()
-    both = [SGD(generator.parameters(), lr=1.0), SGD(critic.parameters(), lr=1.0)]
-    generator.eval()
-    line = optimizers.eval_place().line
-    training = in_pass(passes)
-    stepped(both[1])
-    passes.end(training)
-    optimizers.ended_pass()
-    critic.eval()
+@pytest.mark.parametrize(("in_turn", "expected"), [(False, False), (True, True)])
+def test_what_one_rank_does_alone_changes_no_mode_and_what_all_do_in_turn_does(optimizers, in_turn, expected):
+    model = linear()
+    built = SGD(model.parameters(), lr=1.0)
+    with alone(in_turn=in_turn):
+        model.eval()
 
-    assert (True, line + 6) == (optimizers.evaluate(), optimizers.eval_place().line)
+    assert ([built], expected) == (optimizers.all(), optimizers.evaluate(since=0))
 
 
-def test_the_optimizers_at_work(optimizers, passes):
+def test_the_optimizers_that_stepped_in_the_last_pass_decide(optimizers, passes):
     one, other = linear(), linear()
     of_one, of_other = SGD(one.parameters(), lr=1.0), SGD(other.parameters(), lr=1.0)
     one.eval()
-    modes = [optimizers.evaluate()]  # both were built since the last step
-    training = in_pass(passes)
+    modes = [optimizers.evaluate()]  # both are at work
     stepped(of_one)
-    passes.end(training)
-    optimizers.ended_pass()
-    modes.append(optimizers.evaluate())  # one alone has stepped
+    modes.append(optimizers.evaluate())
     one.train(), other.eval()
     modes.append(optimizers.evaluate())
-    training = in_pass(passes)
-    stepped(of_one), stepped(of_other)
-    passes.end(training)
-    optimizers.ended_pass()
+    passes.begun += 1
+    stepped(of_other)
+    modes.append(optimizers.evaluate())
+    stepped(of_one)
     modes.append(optimizers.evaluate())
     newer = SGD(other.parameters(), lr=1.0)
     modes.append(optimizers.evaluate())
     del newer
 
-    assert [False, True, False, False, True] == modes
-
-
-def test_a_pass_without_a_step_changes_nothing(optimizers, passes):
-    model = linear()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    training = in_pass(passes)
-    stepped(optimizer)
-    passes.end(training)
-    optimizers.ended_pass()
-    passes.end(in_pass(passes))
-    optimizers.ended_pass()
-    model.eval()
-
-    assert optimizers.evaluate()
+    assert [False, True, False, True, False, True] == modes

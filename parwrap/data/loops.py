@@ -1,0 +1,209 @@
+"""Which passes train (contract, rule 2): the rule as a function that touches nothing, then what parwrap remembers of each loop.
+
+A loop is the call stack from which it asks for an iterator, and the dataset. It begins in one of two ways: after the script has put the
+model in eval mode, or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from parwrap.loop.optimizers import Optimizers
+from parwrap.loop.passes import Pass, Passes
+from parwrap.places import Line, Place, warn
+
+__all__ = ["Loops", "Start", "why_whole"]
+
+GRADIENTS_OFF = "gradients are off"
+NEVER_STEPPED = "no optimizer stepped in this loop the last time"
+NO_OPTIMIZER = "no optimizer has been built"
+OTHER_LOOP = "another loop has trained since the optimizer was built"
+IN_EVAL = "the model is in eval mode"
+
+LAPSES = 2
+"""A loop that has so often run without a step, after it had trained, stays whole."""
+
+
+def why_whole(
+    *, gradients_on: bool, last_time: bool | None, optimizer_built: bool, trained_since_built: bool, eval_is_fresh: bool, suits: bool
+) -> str:
+    """Why a pass that begins now reads everything; empty if it trains.
+
+    An eval mode that is older than the last pass says nothing: it is what a validation has left behind.
+
+    Args:
+        gradients_on: whether gradients are on.
+        last_time: whether an optimizer stepped in the pass when its loop last began this way; ``None`` if it never did.
+        optimizer_built: whether the script has built an optimizer.
+        trained_since_built: whether an optimizer has stepped since the newest one was built.
+        eval_is_fresh: whether the script has put the model in eval mode since the last pass.
+        suits: whether the model is in train mode or the loader shuffles.
+
+    >>> why_whole(gradients_on=True, last_time=True, optimizer_built=True, trained_since_built=True, eval_is_fresh=False, suits=False)
+    ''
+    """
+    if not gradients_on:
+        return GRADIENTS_OFF
+    if last_time is not None:
+        return "" if last_time else NEVER_STEPPED
+    if not optimizer_built:
+        return NO_OPTIMIZER
+    if eval_is_fresh or (not trained_since_built and not suits):
+        return IN_EVAL
+    return OTHER_LOOP if trained_since_built else ""
+
+
+@dataclass(eq=False)
+class _Loop:
+    """What a loop did when it last began one way.
+
+    Attributes:
+        trained: whether an optimizer stepped in its last pass; ``None`` if that is not known.
+        lapses: how often it ran without a step after it had trained.
+    """
+
+    trained: bool | None = None
+    lapses: int = 0
+
+    def last_time(self) -> bool | None:
+        return self.trained if self.lapses < LAPSES else False
+
+
+@dataclass(eq=False)
+class _Lines:
+    """All loops at one call stack that begin one way, over loaders that all shuffle or all read in order.
+
+    Attributes:
+        outcomes: whether optimizers stepped in the passes so far.
+        running: the passes whose outcome is not known yet, each with its loop.
+    """
+
+    outcomes: set[bool] = field(default_factory=set)
+    running: list[tuple[_Loop, Pass]] = field(default_factory=list)
+
+    def settle(self, is_open: Callable[[Pass], bool]) -> list[Pass]:
+        """Note what the passes did, and return those that did not train. An open pass that has not trained yet may still train."""
+        waiting, unused = [], []
+        for loop, each in self.running:
+            outcome = _outcome(each)
+            if outcome is not None and (outcome or not is_open(each)):
+                loop.lapses += bool(loop.trained and not outcome)
+                loop.trained = outcome
+                self.outcomes.add(outcome)
+                if not outcome:
+                    unused.append(each)
+            elif is_open(each):
+                waiting.append((loop, each))
+        self.running = waiting
+        return unused
+
+
+def _outcome(each: Pass) -> bool | None:
+    """Whether a pass has trained; ``None`` if nothing follows from it.
+
+    A pass without a batch shows nothing. After a backward, the step may follow the pass. How far another thread reads depends on the clock.
+    """
+    if each.trained:
+        return True
+    if not each.drawn or each.in_thread or (each.backwards and not each.exhausted):
+        return None
+    return False
+
+
+class Start(NamedTuple):
+    """How a pass starts.
+
+    Attributes:
+        why_whole: why it reads everything; empty if it trains.
+        after_eval: whether the script has put the model in eval mode since the last pass.
+        loop: its loop.
+        lines: the loops at its lines.
+    """
+
+    why_whole: str
+    after_eval: bool
+    loop: _Loop
+    lines: _Lines
+
+
+class Loops:
+    """The loops of a script.
+
+    Args:
+        passes: the open passes.
+        optimizers: the optimizers of the script.
+    """
+
+    def __init__(self, passes: Passes, optimizers: Optimizers) -> None:
+        self._passes, self._optimizers = passes, optimizers
+        self._loops: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a dataset to its loops, by stack and eval mode
+        self._lines: dict[tuple[tuple[Line, ...], bool, bool], _Lines] = {}
+        self._evals: int | None = None
+        self._named: set[Place] = set()
+
+    def start(self, stack: tuple[Line, ...], dataset: Any, shuffles: bool, sharded: bool = False) -> Start:
+        """How a pass starts that begins now.
+
+        Args:
+            stack: the calls that lead to the line that asks for its iterator.
+            dataset: what identifies its dataset.
+            shuffles: whether it reads in another order than that of the dataset.
+            sharded: whether the script has called ``parwrap.shard`` on its loader.
+        """
+        optimizers = self._optimizers
+        fresh = self._evals is not None and optimizers.evaluate(since=self._evals)
+        lines = self._lines.setdefault((stack, fresh, shuffles), _Lines())
+        for unused in lines.settle(self._passes.is_open):
+            self._name(unused)
+        loop = self._loops.setdefault(dataset, {}).setdefault((stack, fresh), _Loop())
+        last_time = loop.last_time()
+        if last_time is None and len(lines.outcomes) == 1:
+            (last_time,) = lines.outcomes
+        why = why_whole(
+            gradients_on=torch.is_grad_enabled(),
+            last_time=last_time,
+            optimizer_built=optimizers.were_built,
+            trained_since_built=optimizers.trained_since_built,
+            eval_is_fresh=fresh,
+            suits=shuffles or not optimizers.evaluate(),
+        )
+        if why == IN_EVAL and (place := optimizers.eval_place()) is not None:
+            why = f"{why} since {place}"
+        return Start("" if sharded else why, fresh, loop, lines)
+
+    def begin(self, start: Start, opened: Pass) -> None:
+        """Note that the pass ``opened`` begins as ``start`` says. A pass without gradients shows nothing of its loop."""
+        passes = self._passes
+        opened.after_eval, opened.in_thread = start.after_eval, not passes.in_loop()
+        passes.begun += not opened.in_thread
+        if torch.is_grad_enabled():
+            start.lines.running.append((start.loop, opened))
+        self._passed(opened)
+
+    def end(self, opened: Pass) -> None:
+        """Note that the pass ``opened`` has ended."""
+        self._passed(opened)
+        if opened.exhausted and not opened.backwards and _outcome(opened) is False:
+            self._name(opened)
+
+    def _passed(self, opened: Pass) -> None:
+        """Note that a pass has begun or ended: eval modes that are set from now on are fresh."""
+        if not opened.in_thread:
+            self._evals = self._optimizers.evals
+
+    def _name(self, unused: Pass) -> None:
+        """Warn, once for its line, of a pass over a share in which no optimizer has stepped."""
+        if not unused.shared or unused.sharded or unused.place in self._named:
+            return
+        self._named.add(unused.place)
+        warn(
+            f"parwrap: {unused.place} read {unused.samples} samples on each rank, and no optimizer stepped in the pass: what was computed "
+            "from them covers only this rank's share. From now on every rank reads everything in this loop, until an optimizer steps in "
+            "it. To read everything from the first pass on, put the loop into `with torch.no_grad():`, or write parwrap.replicate(loader) "
+            "if a backward follows the loop. If you keep the batches to train on them later, write parwrap.shard(loader)."
+        )
