@@ -46,6 +46,9 @@ class Interceptor:
         ``mean()`` describes ``loss``, or returns ``None`` if it is no mean over targets that are classes.
         """
 
+    def weighs_criterions(self) -> bool:
+        """Whether :meth:`criterion` changes losses, so that ``torch.compile`` must not put them into graphs; asked once, when installed."""
+
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
 

@@ -11,16 +11,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pkgutil import resolve_name
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import wrapt
 
 from parwrap.intercept.import_hooks import imports_watched
 from parwrap.intercept.imported_names import Namespaces
-from parwrap.torch_private.dynamo import inlined
+from parwrap.torch_private.dynamo import DYNAMO, inlined, left_out, outside
 
-__all__ = ["Patch", "installed", "is_patched", "when_imported"]
+__all__ = ["Patch", "caller", "installed", "is_patched", "when_imported"]
+
+BETWEEN = ("wrapt.", f"{DYNAMO}.", outside.__module__)
+"""How the names of modules begin whose frames may be between a wrapper and its caller. With its C extension, wrapt has none."""
 
 
 class Patch(NamedTuple):
@@ -28,19 +31,21 @@ class Patch(NamedTuple):
 
     Attributes:
         traced: the function that ``torch.compile`` compiles instead of the wrapped one, if any; a function of a module.
+        outside: why ``torch.compile`` must call the wrapper outside of its graphs; empty if graphs may go without it.
     """
 
     owner: Any
     name: str
     wrapper: Callable[[Callable, Any, tuple, dict], Any]
     traced: Callable | None = None
+    outside: str = ""
 
 
 class _Wrapped(wrapt.FunctionWrapper):
     """A wrapped function that is copied and pickled by reference, like a function: a model may have ``print`` as its logger."""
 
     def __init__(self, wrapped: Any, patch: Patch) -> None:
-        super().__init__(wrapped, patch.wrapper)
+        super().__init__(wrapped, outside(patch.wrapper, patch.outside) if patch.outside else patch.wrapper)
         owner = patch.owner
         place = f"{owner.__module__}:{owner.__qualname__}." if isinstance(owner, type) else f"{owner.__name__}:"
         self._self_reference = place + patch.name
@@ -56,9 +61,11 @@ class _Wrapped(wrapt.FunctionWrapper):
 
 
 @functools.cache
-def _wrapping(traced: Callable | None) -> type[_Wrapped]:
-    """The class of wrapped functions that are compiled as ``traced``. It differs for each: torch's guards compare the class."""
-    return _Wrapped if traced is None else type("_Traced", (_Wrapped,), inlined(traced))
+def _wrapping(traced: Callable | None, why: str) -> type[_Wrapped]:
+    """The class of wrapped functions that are compiled as ``traced``, or not because of ``why``. It differs for each: guards compare it."""
+    if traced is not None:
+        return type("_Traced", (_Wrapped,), inlined(traced))
+    return type("_Outside", (_Wrapped,), left_out(why)) if why else _Wrapped
 
 
 def is_patched(function: Any) -> bool:
@@ -68,6 +75,14 @@ def is_patched(function: Any) -> bool:
     False
     """
     return isinstance(function, _Wrapped)
+
+
+def caller() -> FrameType:
+    """The frame that called the patched function whose wrapper calls this."""
+    frame: Any = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").startswith(BETWEEN):
+        frame = frame.f_back
+    return frame
 
 
 @contextmanager
@@ -96,7 +111,7 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
         for patch in patches:
             if isinstance(patch, Patch):
                 original = getattr(patch.owner, patch.name)
-                wrapped = wrapt.wrap_object(patch.owner, patch.name, _wrapping(patch.traced), (patch,))
+                wrapped = wrapt.wrap_object(patch.owner, patch.name, _wrapping(patch.traced, patch.outside), (patch,))
                 stack.callback(_unwrap, patch, wrapped)
                 if isinstance(patch.owner, ModuleType):
                     places.setdefault((id(patch.owner), patch.name), [original]).append(wrapped)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from parwrap.errors import UsageError
 from parwrap.places import script_place
+from parwrap.torch_private.dynamo import outside
 from parwrap.torch_private.optimizer import STEP, global_post_hooks, global_pre_hooks
 from parwrap.torch_private.tensors import version_of
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from parwrap.intercept.interceptor import Interceptor
 
 __all__ = ["closures", "hooked", "is_image", "is_left_out", "leaving_out", "skipping"]
+
+WHY = "parwrap counts steps outside of graphs: compile without fullgraph=True, or leave optimizer.step() out"
 
 MARK = "_parwrap_image"
 """The name of an attribute that only images have. Its value is whether the step is left out because gradients are not finite."""
@@ -123,7 +126,7 @@ def hooked(hook: Any, after: bool = False, first: bool = False) -> Iterator[None
 
     ``step`` itself is not patched, because ``Optimizer.__init__`` wraps the ``step`` of each class that it sees for the first time.
     """
-    handle = (register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook)(hook)
+    handle = (register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook)(outside(hook, WHY))
     if first:
         (global_post_hooks if after else global_pre_hooks).move_to_end(handle.id, last=False)
     try:

@@ -10,8 +10,8 @@ import functools
 import inspect
 import os
 import random
-import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, ModuleType
@@ -31,12 +31,13 @@ from torch.utils.data import DataLoader
 
 from parwrap.intercept.intercepted_calls import Backward, Clip, Criterion, Norm, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed, when_imported
+from parwrap.intercept.patch import Patch, caller, installed, when_imported
 from parwrap.intercept.skipped_steps import closures, hooked, is_image, is_left_out, leaving_out, skipping
 from parwrap.places import is_ours
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
 from parwrap.torch_private.dataloader import forget_workers
+from parwrap.torch_private.dynamo import DYNAMO, leave_frames, not_in_graphs
 from parwrap.torch_private.modules import APPLY, CALL
 
 __all__ = ["SERIALIZATION", "intercepting"]
@@ -134,9 +135,13 @@ def _criterion(interceptor: Interceptor) -> Patches:
                 return loss  # inside of torch.func a loss has no graph of its own
             return interceptor.criterion(loss, lambda: mean(loss, args, kwargs))
 
-        return Patch(functional, name, criterion)
+        return Patch(functional, name, criterion, outside=why)
 
-    return [patch("cross_entropy"), patch("nll_loss")]
+    names, why = ("cross_entropy", "nll_loss"), WHY if interceptor.weighs_criterions() else ""
+    patches: Patches = [patch(name) for name in names]
+    if why:
+        patches.append(when_imported(DYNAMO, lambda dynamo: [not_in_graphs(dynamo, [getattr(functional, name) for name in names])]))
+    return patches
 
 
 def _scaled(interceptor: Interceptor) -> Patches:
@@ -154,7 +159,7 @@ def _use_scaler(interceptor: Interceptor) -> Patches:
 
     def patch(name: str, of_optimizer: bool) -> Patch:
         def call(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
-            if is_ours(sys._getframe(1).f_code.co_filename) or not instance.is_enabled():
+            if is_ours(caller().f_code.co_filename) or not instance.is_enabled():
                 return wrapped(*args, **kwargs)
             optimizer = (args[0] if args else kwargs.get("optimizer")) if of_optimizer else None
             return interceptor.use_scaler(ScalerCall(instance, name, optimizer, partial(wrapped, *args, **kwargs)))
@@ -178,7 +183,7 @@ def _enter_autocast(interceptor: Interceptor) -> Patches:
     between = os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__
 
     def enter(wrapped: Callable, instance: torch.autocast, args: tuple, kwargs: dict) -> Any:
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = caller()
         while frame is not None and frame.f_code.co_filename.startswith(between):
             frame = frame.f_back
         # torch enters autocasts itself, for example to recompute a checkpoint
@@ -226,7 +231,7 @@ def _by_torch_distributed(frame: FrameType) -> bool:
 def _made(interceptor: Interceptor) -> Patches:
     def new(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> nn.Parameter:
         parameter = wrapped(*args, **kwargs)
-        if not torch.compiler.is_compiling() and not _by_torch_distributed(sys._getframe(1)):  # fully_shard makes parameters of parameters
+        if not torch.compiler.is_compiling() and not _by_torch_distributed(caller()):  # fully_shard makes parameters of parameters
             interceptor.made(parameter)
         return parameter
 
@@ -238,17 +243,18 @@ def _outermost(begin: Callable[[nn.Module], Callable[[], None]]) -> Callable:
 
     ``begin`` runs before that call and returns a function, which runs after it.
     """
-    inside = False
+    inside = set[int]()  # the threads that run such a call
 
     def wrapper(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
-        nonlocal inside
-        if inside:
+        thread = threading.get_ident()
+        if thread in inside:
             return wrapped(*args, **kwargs)
-        end, inside = begin(instance), True
+        end = begin(instance)
+        inside.add(thread)
         try:
             result = wrapped(*args, **kwargs)
         finally:
-            inside = False
+            inside.remove(thread)
         end()
         return result
 
@@ -450,7 +456,7 @@ def _seeded(interceptor: Interceptor) -> Patches:
     def patch(owner: Any, name: str, library: str) -> Patch:
         def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             result = wrapped(*args, **kwargs)
-            if not _by_torch_distributed(sys._getframe(1)):  # PowerSGD seeds a fork of the stream
+            if not _by_torch_distributed(caller()):  # PowerSGD seeds a fork of the stream
                 interceptor.seeded(library)
             return result
 
@@ -480,11 +486,11 @@ def _fresh_seed(interceptor: Interceptor) -> Patches:
 
 def _hides_group(interceptor: Interceptor) -> Patches:
     def is_initialized(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> bool:
-        return not interceptor.hides_group(sys._getframe(1)) and wrapped(*args, **kwargs)
+        return not interceptor.hides_group(caller()) and wrapped(*args, **kwargs)
 
     def of_group(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         group = args[0] if args else kwargs.get("group")
-        if group is None and interceptor.hides_group(sys._getframe(1)):
+        if group is None and interceptor.hides_group(caller()):
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call init_process_group. "
                 "parwrap hides its own from plain scripts, and from streams that it divides: "
@@ -551,6 +557,11 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
 }
 """The function that makes the patches of each call, by the name of the method of ``Interceptor``."""
 
+IN_GRAPHS = {"criterion", "retain_grad", "enter_autocast", "norm", "made", "call", "use_sharded"}
+"""The calls whose wrappers ``torch.compile`` may put into a graph, where they change nothing. It calls all others outside of graphs."""
+
+WHY = "parwrap does more in this call, which no graph can hold: compile without fullgraph=True, or leave this call out"
+
 
 def intercepting(interceptors: Iterable[Interceptor], module: str | None = None) -> AbstractContextManager[None]:
     """Install ``interceptors`` inside the block, each around those before it. ``module`` is as in :func:`installed`.
@@ -565,10 +576,15 @@ def intercepting(interceptors: Iterable[Interceptor], module: str | None = None)
     >>> counts.backwards
     1
     """
-    return installed([patch for each in interceptors for patch in _patches(each)], module)
+    frames = when_imported(DYNAMO, leave_frames)
+    return installed([frames, *(patch for each in interceptors for patch in _patches(each))], module)
 
 
-def _patches(interceptor: Interceptor) -> Patches:
+def _patches(interceptor: Interceptor) -> Iterator[Patch | AbstractContextManager]:
     """The patches of the calls that the class of ``interceptor`` overrides."""
-    kind = type(interceptor)
-    return [patch for name, make in PATCHES.items() if getattr(kind, name) is not getattr(Interceptor, name) for patch in make(interceptor)]
+    for name, make in PATCHES.items():
+        if getattr(type(interceptor), name) is not getattr(Interceptor, name):
+            for patch in make(interceptor):
+                if isinstance(patch, Patch) and name not in IN_GRAPHS:
+                    patch = patch._replace(outside=WHY)
+                yield patch

@@ -78,12 +78,15 @@ class Divisors(Interceptor):
         self._open: list[tuple[weakref.ref[Node], _MeanLoss]] = []
 
     def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
-        if self._options().batch != "global" or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
+        if not self.weighs_criterions() or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
             return loss
         mean_loss = _MeanLoss(call)
         result = cast(torch.Tensor, _Weighted.apply(loss, mean_loss))
         self._open.append((weakref.ref(cast(Node, result.grad_fn)), mean_loss))
         return result
+
+    def weighs_criterions(self) -> bool:
+        return self._options().batch == "global"
 
     def weigh(self, call: Backward) -> torch.Tensor | None:
         """Set the factors of the mean losses that ``call`` is the first to reach, without the batch's weight: the strategy applies it.

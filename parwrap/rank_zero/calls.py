@@ -16,7 +16,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
 
-from parwrap.intercept.patch import Patch, is_patched
+from parwrap.intercept.patch import Patch, caller, is_patched
 from parwrap.intercept.torch_calls import SERIALIZATION
 from parwrap.ranks.stdin import check_opening
 
@@ -238,7 +237,7 @@ def _command_patches(files: FileCalls) -> list[Patch]:
 
     def start(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
         # the workers of a loader run all the time, and write for themselves
-        works_for_loader = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.utils.data.")
+        works_for_loader = caller().f_globals.get("__name__", "").startswith("torch.utils.data.")
         return wrapped() if works_for_loader else files.run_command(process, wrapped, None)
 
     def wait(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:

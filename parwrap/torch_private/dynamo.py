@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from types import ModuleType
+from typing import Any
 
-__all__ = ["DYNAMO", "EXPORTING", "INLINE", "inlined"]
+__all__ = ["DYNAMO", "EXPORTING", "INLINE", "inlined", "leave_frames", "left_out", "not_in_graphs", "outside"]
 
 DYNAMO = "torch._dynamo"
 """The module that a process's first optimizer imports, which takes a second. If imported before a fork, it costs no rank any time."""
@@ -19,3 +25,56 @@ EXPORTING = "_is_exporting_flag"
 def inlined(traced: Callable) -> dict[str, staticmethod]:
     """The attributes that make torch compile ``traced`` in place of the wrapped functions of a class; see :data:`INLINE`."""
     return {INLINE: staticmethod(traced)}
+
+
+def left_out(why: str) -> dict[str, Any]:
+    """The attributes of a function, or of its class, that make ``torch.compile`` call it outside of graphs, ``why`` being for its error."""
+    return {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": why}
+
+
+def outside(function: Callable, why: str) -> Callable:
+    """``function`` for ``torch.compile`` to call outside of its graphs: neither it nor what it calls is compiled.
+
+    ``why`` is as in :func:`left_out`. Unlike ``torch.compiler.disable``, this imports no compiler: there is nothing to
+    leave out until another does.
+    """
+    disabled: Callable | None = None
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disable = getattr(sys.modules.get(DYNAMO), "disable", None)
+            if disable is None:
+                return function(*args, **kwargs)
+            disabled = disable(function, reason=why)
+        return disabled(*args, **kwargs)
+
+    vars(call).update(left_out(why))
+    return call
+
+
+@cache
+def leave_frames(dynamo: ModuleType) -> tuple[()]:
+    """Never compile a function of parwrap by itself, as torch's own functions: only where a function calls it that is compiled.
+
+    Where a graph breaks, torch runs the rest as it is, and compiles every new frame there. Returns the patches that this needs: none.
+    """
+    rules, folder = dynamo.trace_rules, os.path.dirname(os.path.dirname(__file__)) + os.sep
+    rules.SKIP_DIRS.append(folder)
+    rules._recompile_re()
+    rules.get_mod_inlinelist().add(folder)
+    return ()
+
+
+@contextmanager
+def not_in_graphs(dynamo: ModuleType, functions: Iterable[Callable]) -> Iterator[None]:
+    """Inside the block, break graphs at ``functions``, although torch would put their names into graphs."""
+    disallowed, ids = dynamo.trace_rules._disallowed_callable_ids, [*map(id, functions)]
+    for each in ids:
+        disallowed.add(each)
+    try:
+        yield
+    finally:
+        for each in ids:
+            disallowed.remove(each)

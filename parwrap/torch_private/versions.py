@@ -29,6 +29,8 @@ OF_RANKS = (
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._get_tracing_state",
+    "torch._dynamo.trace_rules._disallowed_callable_ids",
+    "torch._dynamo.trace_rules._recompile_re",
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch.amp.GradScaler._scale",
     "torch.autocast._enabled",

@@ -3,7 +3,9 @@ import contextlib
 import copy
 import functools
 import math
+import os
 import pickle
+import subprocess
 import sys
 import types
 
@@ -152,3 +154,19 @@ def test_a_patched_function_copies_and_pickles_as_itself():
         pickled = pickle.dumps(print)
 
     assert pickle.loads(pickled) is print
+
+
+CALLER = """
+import math, wrapt
+from parwrap.intercept.patch import Patch, caller, installed
+def mine(): return math.sqrt(4)
+with installed([Patch(math, "sqrt", lambda *call: caller().f_code.co_name)]):
+    print(mine(), wrapt.FunctionWrapper.__module__)
+"""
+
+
+@pytest.mark.parametrize("without_extension", ["", "1"])
+def test_a_wrapper_finds_the_caller_also_where_wrapt_is_plain_python(without_extension):
+    environ = {**os.environ, "WRAPT_DISABLE_EXTENSIONS": without_extension}
+    said = subprocess.run([sys.executable, "-c", CALLER], env=environ, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("mine ")

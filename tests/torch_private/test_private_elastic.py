@@ -181,3 +181,31 @@ def test_the_signals_to_handle_are_an_option_of_torchrun_or_the_same_without_one
     parsed = get_args_parser().parse_args(["train.py"])
 
     assert "SIGTERM,SIGINT,SIGHUP,SIGQUIT" == elastic.given_signals(parsed)
+
+
+def test_a_function_that_is_left_out_runs_beside_a_graph():
+    tracing = []
+    beside = dynamo.outside(lambda x: (tracing.append(torch.compiler.is_compiling()), x + 1)[1], "it is counted")
+    compiled = torch.compile(lambda x: beside(x * 2) * 3, backend="eager")
+
+    assert 9.0 == compiled(torch.ones(1)).item()
+    assert [False] == tracing
+    assert {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": "it is counted"}.items() <= vars(beside).items()
+    assert vars(beside).items() >= dynamo.left_out("it is counted").items()
+
+
+def test_a_function_of_torch_is_not_in_graphs_inside_the_block():
+    import torch._dynamo
+
+    with dynamo.not_in_graphs(torch._dynamo, [torch.relu]):
+        assert torch._dynamo.trace_rules.is_callable_disallowed(torch.relu)
+    assert not torch._dynamo.trace_rules.is_callable_disallowed(torch.relu)
+
+
+def test_frames_of_parwrap_are_left_alone_where_no_graph_calls_them():
+    import torch._dynamo
+
+    dynamo.leave_frames(torch._dynamo)
+    code = dynamo.inlined.__code__
+    assert torch._dynamo.trace_rules.check_verbose(code).skipped
+    assert not torch._dynamo.trace_rules.check_verbose(code, is_inlined_call=True).skipped

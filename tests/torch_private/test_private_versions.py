@@ -15,7 +15,16 @@ from parwrap.torch_private import versions
 
 ROOM = Path(versions.__file__).parent
 NOT_ON_A_CLASS = {
-    *("_dynamo", "_torchdynamo_inline", "_orig_mod", "_is_replica", "_shutdown", "_saved_sparse"),  # set or asked for with a default
+    *(
+        "_dynamo",
+        "_torchdynamo_disable",
+        "_torchdynamo_disable_msg",
+        "_torchdynamo_inline",
+        "_orig_mod",
+        "_is_replica",
+        "_shutdown",
+        "_saved_sparse",
+    ),  # set or asked for with a default
     *("_workers", "_worker_pids_set"),  # asked for with a default, and set on an instance
     *("_global_", "_getframe", "_parent_pid"),  # not a whole name, not torch's
 }
