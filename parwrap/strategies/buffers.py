@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 
+from parwrap.checks.same_weights import checksums
 from parwrap.errors import RankMismatchError
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree_on, first_difference
@@ -68,6 +69,7 @@ class Buffers:
                 for name, buffer in registered_buffers(inner).items():
                     self._note(inner, name, buffer)
         self._before: dict[_Buffer, tuple[int, int]] = {}
+        self._sums = torch.zeros(0, dtype=torch.int64)
         self._moving: list[_Buffer] = []
         self._kept: list[nn.Module | None] = []
         self._backwards_left = 0
@@ -96,6 +98,7 @@ class Buffers:
         self._forget_dead()
         buffers = [buffer for module in list(self._modules) if not isinstance(module, NormBase) for buffer in _buffers([module])]
         self._before = {buffer: _state(tensor) for buffer in buffers if (tensor := buffer.tensor()) is not None}
+        self._sums = _checksums(self._before)
         self._kept = [buffer.module() for buffer in (*self._moving, *self._before)]
 
     def _forget_dead(self) -> None:
@@ -114,18 +117,21 @@ class Buffers:
                 self._send_changed()
             self._backwards_left -= 1
             if not self._backwards_left:
+                kind = "agreement on the buffers that training changes"
                 moved = [
                     buffer for buffer, before in self._before.items() if (now := buffer.tensor()) is not None and _state(now) != before
                 ]
+                values = (self._sums != _checksums(self._before)).tolist()
+                moved, _ = self._with_values(kind, moved, values, any)
                 self._moving += [buffer for buffer in moved if buffer not in self._moving]
                 self._before = {}
                 self._kept = [buffer.module() for buffer in self._moving]
-                _agree_on(self._group, "agreement on the buffers that training changes", self._moving)
+                _agree_on(self._group, kind, self._moving)
         if self._moving:
             self._send(self._moving, "sending the buffers that training changes")
 
     def _send_changed(self) -> None:
-        """Send the buffers that have changed since they were noted, as in the first forward.
+        """Send the buffers that have changed since they were noted, as in the first forward, and those whose values differ between ranks.
 
         Nothing is sent if other buffers have changed on another rank.
         """
@@ -136,8 +142,34 @@ class Buffers:
                 changed.append(buffer)
                 self._modules[module][buffer.name] = _state(tensor)
         kind = "sending the buffers that the first forward may have changed"
-        if agree_on(self._group, kind, _shapes(changed), lambda all_ranks: None) is None and changed:
+        sums = _checksums(self._before).tolist()
+        changed, are_alike = self._with_values(kind, changed, sums, lambda of_ranks: len({*of_ranks}) > 1)
+        if are_alike and changed:
             self._send(changed, kind)
+
+    def _with_values(
+        self, kind: str, changed: list[_Buffer], values: list[Any], has_changed: Callable[[list[Any]], bool]
+    ) -> tuple[list[_Buffer], bool]:
+        """Add to ``changed`` the watched buffers whose values on the ranks say that a rank has changed them.
+
+        Not every operator raises the version of what it changes, and a value may stay the same on one rank by chance.
+
+        Args:
+            kind: the kind of the message, for errors.
+            changed: the buffers whose versions have changed.
+            values: what this rank says about the value of each watched buffer.
+            has_changed: whether a buffer has changed of which the ranks say these.
+
+        Returns:
+            The buffers, and whether those in ``changed`` are alike on all ranks.
+        """
+        others = {buffer: value for buffer, value in zip(self._before, values, strict=True) if buffer not in {*changed}}
+        mine = _shapes(changed), _shapes(others), [*others.values()]
+        all_ranks = agree_on(self._group, kind, mine, lambda all_ranks: None) or [mine]
+        if all(each[:2] == mine[:2] for each in all_ranks):
+            of_ranks = zip(*(each[2] for each in all_ranks), strict=True)
+            changed = [*changed, *(buffer for buffer, of_each in zip(others, of_ranks, strict=True) if has_changed([*of_each]))]
+        return changed, all(each[0] == mine[0] for each in all_ranks)
 
     def begins_whole(self) -> None:
         """Send the buffers of the modules that are in eval mode, or were put in eval mode since the last call.
@@ -182,6 +214,12 @@ def _write(tensor: torch.Tensor, sent: torch.Tensor) -> None:
         if stride == 0 and tensor.shape[dim]:  # an expanded tensor, whose elements share memory
             tensor, sent = tensor.narrow(dim, 0, 1), sent.narrow(dim, 0, 1)
     tensor.copy_(sent)
+
+
+def _checksums(buffers: Iterable[_Buffer]) -> torch.Tensor:
+    """A checksum of each of ``buffers``; of one without values, it is that of no values."""
+    tensors = (buffer.tensor() for buffer in buffers)
+    return checksums([torch.empty(0) if tensor is None or tensor.is_meta else tensor for tensor in tensors])
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:

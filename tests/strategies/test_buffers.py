@@ -54,6 +54,25 @@ class Expanded(Changing):
         self.seen = (self.seen[:1] + mean.mean()).expand(3)
 
 
+class OfNumpy(Changing):
+    """A write that raises no version, as through ``.data``, or in fused observers."""
+
+    def change(self, mean):
+        self.seen.numpy()[:] += mean.numpy()
+
+    def forward(self, x):
+        super().forward(x)
+        return x * self.seen.clone()
+
+
+class Observer(torch.ao.quantization.FusedMovingAvgObsFakeQuantize):
+    """Torch's default observer of quantization-aware training."""
+
+    @property
+    def seen(self):
+        return self.scale
+
+
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -81,7 +100,7 @@ def trained(build, number):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("build", [Changing, InPlace, Lazy, Expanded, scripted], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [Changing, InPlace, Lazy, Expanded, scripted, OfNumpy, Observer], ids=lambda build: build.__name__)
 def test_buffers_that_training_changes_are_rank_zeros_of_whatever_kind_they_are(build):
     with alone():
         expected = trained(build, number=0)
