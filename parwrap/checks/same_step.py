@@ -18,7 +18,7 @@ import torch
 from parwrap.checks.positions import Positions, State
 from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
-from parwrap.errors import RankMismatchError
+from parwrap.errors import LockstepError, RankMismatchError
 from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.passes import DIGITS, Pass, Passes
 from parwrap.places import Place, script_place
@@ -37,10 +37,12 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 class Entry(IntEnum):
     """The last entries of the signal. Before them it has a bit for each parameter: whether this rank's loss reaches it."""
 
-    SET = -15
+    SET = -16
     """The number of the set of parameters, modulo ``DIGITS``."""
-    STEP = -14
+    STEP = -15
     """The number of earlier backwards in this training pass, or in the scope if none is open, modulo ``DIGITS``."""
+    DRAWN = -14
+    """The number of batches that the loop has drawn in this training pass, modulo ``DIGITS``."""
     DATA = -13
     """Eight digits of what all ranks must read alike, in a pass's first backward."""
     WEIGHT = -5
@@ -171,6 +173,7 @@ class SameStep:
         numbers = [0.0] * NUMBERS
         numbers[Entry.SET] = set_number % DIGITS
         numbers[Entry.STEP] = self._passes.backwards_so_far % DIGITS
+        numbers[Entry.DRAWN] = self._passes.drawn % DIGITS
         numbers[Entry.WEIGHT] = weight
         numbers[Entry.INTERRUPTED] = float(self._interrupts.held is not None)
         if data := self._passes.data_to_send():
@@ -219,6 +222,8 @@ class SameStep:
             differ = [index for index in ALIKE if abs(means[index] - mine[index]) > TOLERANCE]
             if differ and differ[0] in (Entry.SET, Entry.STEP):
                 raise self.positions.error(self._steps_apart(mine[Entry.STEP], means[Entry.STEP], training))
+            if differ and differ[0] == Entry.DRAWN:
+                raise self._skipped(mine, means, place)
             if differ:
                 different_data({(index - Entry.DATA) // 2 for index in differ}, training.place if training else place)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
@@ -254,6 +259,16 @@ class SameStep:
         where = f"its pass over the loader at {training.place}" if training else "the script"
         apart = "" if abs(mean - mine) <= TOLERANCE else f" (rank {rank} is in backward {mine + 1:.0f} of {where}, {others})"
         return f"their gradients belong to different steps{apart}"
+
+    def _skipped(self, mine: list[float], means: list[float], place: Place) -> LockstepError:
+        rank, size = self._world.rank, self._world.size
+        drawn, mean, step = mine[Entry.DRAWN], means[Entry.DRAWN], mine[Entry.STEP] + 1
+        others = f"the other rank {2 * mean - drawn:.0f}" if size == 2 else f"the ranks {mean:.4g} on average"
+        return LockstepError(
+            f"the ranks train on batches that do not belong together in the backward at {place}: in backward {step:.0f} of its pass, rank "
+            f"{rank} has drawn {drawn:.0f} batches, {others}. A rank has skipped a batch that others have trained on. Decide together "
+            "before the backward: `if parwrap.any_rank(bad): continue`."
+        )
 
     def close(self) -> None:
         self.positions.close()

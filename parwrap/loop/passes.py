@@ -94,6 +94,7 @@ class Pass:
         steps: the number of steps on its batches, of optimizers that are older than these.
         waits_for_step: whether it has drawn a batch since the last step.
         drawn: the number of batches drawn.
+        drawn_by_loop: how many of these the thread of the loop has drawn.
         drawn_after: the number of all backwards when it drew its last batch.
         samples: the number of samples in the batches drawn.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
@@ -121,6 +122,7 @@ class Pass:
     steps: int = 0
     waits_for_step: bool = False
     drawn: int = 0
+    drawn_by_loop: int = 0
     drawn_after: int = 0
     samples: int = 0
     whole: int | None = None
@@ -266,6 +268,11 @@ class Passes:
         """The open passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
         return self._open or [each for each in [self.training] if each is not None]
 
+    @property
+    def drawn(self) -> int:
+        """The number of batches that the loop has drawn in the innermost training pass; 0 if other threads read all of them."""
+        return next((each.drawn_by_loop for each in reversed(self._sending()) if each.trains and each.drawn_by_loop), 0)
+
     def draw(self) -> None:
         """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.
 
@@ -307,6 +314,7 @@ class Passes:
         opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
         if opened.trains:
             opened.drew(found := samples())
+            opened.drawn_by_loop += self.in_loop()
             self.clock.samples += found
             opened.drawn_after = self.backwards
             self.batches += 1
