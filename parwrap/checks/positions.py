@@ -31,16 +31,16 @@ RECENT = 4
 """The number of last backwards whose sets a page has. A host is never that many backwards ahead of its GPU: each reads the numbers of the
 one before."""
 
-NUMBERS = 6 + RECENT
+NUMBERS = 7 + RECENT
 """How many numbers of eight bytes a page has before its place: a sequence number, ``backwards``, ``state``, ``what`` and ``controls`` of
-:class:`Page`, the length of the place, and ``sets``.
+:class:`Page`, the length of the place, ``sets``, and a checksum of all these but the state, which changes alone.
 
-The sequence number is odd while the others are written, so that a reader tries again. Each is written as a whole; ``struct.pack_into``
-would write zeros first.
+The sequence number is odd while the others are written, so that a reader tries again; so it does where the checksum is another's, because
+not every processor shows writes in their order. Each number is written as a whole; ``struct.pack_into`` would write zeros first.
 """
 
-STATE, SETS, PLACE = 2, 6, 8 * NUMBERS
-"""Where a page has its state and its sets, in words, and its place, in bytes."""
+STATE, SETS, CHECKSUM, PLACE = 2, 6, NUMBERS - 1, 8 * NUMBERS
+"""Where a page has its state, its sets and its checksum, in words, and its place, in bytes."""
 
 ATTEMPTS = 1000
 """How often a reader tries again while a page is being written. The rank of the page may have died while writing."""
@@ -330,8 +330,10 @@ class Positions:
         for attempt in range(ATTEMPTS):
             sequence = self._numbers[at]
             backwards, state, what, controls = self._numbers[at + 1 : at + 5].tolist()
-            page = Page(backwards, state, what, controls, "", self._numbers[at + SETS : at + SETS + RECENT].tolist())
-            if sequence % 2 == 0 and self._numbers[at] == sequence:
+            sets = self._numbers[at + SETS : at + SETS + RECENT].tolist()
+            page = Page(backwards, state, what, controls, "", sets)
+            is_whole = self._numbers[at + CHECKSUM] == hash((sequence, backwards, what, controls, *sets)) or not sequence
+            if is_whole and sequence % 2 == 0 and self._numbers[at] == sequence:
                 break
             time.sleep(0.001 * (attempt > 10))  # the other rank may wait for a core
         return page
@@ -355,6 +357,7 @@ class Positions:
         if sets is not self.mine.sets:
             for number, each in enumerate(sets, at + SETS):
                 numbers[number] = each
+        numbers[at + CHECKSUM] = hash((numbers[at] + 1, page.backwards, page.what, page.controls, *sets))
         numbers[at] += 1
         self.mine = page
 

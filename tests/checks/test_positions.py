@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from parwrap.checks.positions import APART, Page, State, apart
+from parwrap.checks.positions import APART, SIZE, WORDS, Page, State, apart
 from parwrap.errors import LockstepError
 
 RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
@@ -157,6 +157,22 @@ def test_a_page_that_is_written_is_never_read_in_parts(pages):
     writer.join()
 
     assert found <= {(0, 0), (800, 0)}
+
+
+def test_a_page_whose_numbers_become_visible_in_another_order_is_read_again(pages):
+    first, second = pages
+    second.enter(BACKWARD, 800, "train.py:38")
+    before, numbers = bytes(second._memory[SIZE:]), second._numbers
+    second.enter(BACKWARD, 900, "train.py:39")
+    whole = bytes(second._memory[SIZE:])
+    second._memory[SIZE:] = before
+    numbers[WORDS] += 2  # its sequence number comes first, as on a processor that does not keep the order of writes
+    later = threading.Timer(0.1, second._memory.__setitem__, (slice(SIZE, 2 * SIZE), whole))
+    later.start()
+    page = first._read(1)
+    later.join()
+
+    assert (2, 900, [900, 800]) == (page.backwards, page.what, page.sets[:2])
 
 
 def test_a_rank_that_has_ended_does_not_wait_for_one_that_has_raised(pages):
