@@ -262,6 +262,10 @@ class SameWeights:
             differ = [p for p, a, b in zip(owned, first.owned, theirs.owned, strict=True) if a != b]
             held = first.others.keys() & theirs.others.keys() & others.keys()
             differ += [others[number] for number in sorted(held) if first.others[number] != theirs.others[number]]
+            if differ and are_alike and (why := self._modules.renormed(differ[0])):
+                return RankMismatchError(
+                    f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}, because {why}."
+                )
             if differ and are_alike:
                 return RankMismatchError(
                     f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class Modules(Interceptor):
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not self._passes.training and not is_on_one_rank():
             self._note(parameter)
-            self._homes[parameter] = f"{name} of a {type(module).__name__}"
+            self._homes[parameter] = f"{name} of a {type(module).__name__}", weakref.ref(module)
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter not in self._numbers:
@@ -107,8 +108,25 @@ class Modules(Interceptor):
     def name_of(self, parameter: torch.Tensor) -> str:
         """The longest name under which a module of the script holds ``parameter``, else the name in its own module; with its shape."""
         names = [name for module in list(self._outer) for name, each in module.named_parameters() if each is parameter]
-        name = max(names, key=len, default=self._homes.get(parameter, "a parameter"))
+        name = max(names, key=len, default=self._homes.get(parameter, ("a parameter",))[0])
         return f"{name} (shape {tuple(parameter.shape)})"
+
+    def renormed(self, parameter: torch.Tensor) -> str:
+        """What an error says about a ``parameter`` whose module has a ``max_norm``; empty if it has none.
+
+        Such a forward scales the rows that it looks up in place, and each rank looks up others.
+        """
+        home = self._homes[parameter][1]() if parameter in self._homes else None
+        modules = chain([home], *(module.modules() for module in list(self._outer)))
+        owners = (each for each in modules if each is not None and any(own is parameter for own in each.parameters(recurse=False)))
+        for each in owners:
+            if (norm := getattr(each, "max_norm", None)) is not None:
+                return (
+                    f"each forward of {type(each).__name__}(max_norm={norm}) scales the rows that it looks up in place, and each rank looks "
+                    "up others. Build it without max_norm, and scale all rows before the loop and after each step: `with torch.no_grad(): "
+                    f"embedding.weight.renorm_({getattr(each, 'norm_type', 2.0):g}, 0, {norm:g})`"
+                )
+        return ""
 
     def close(self) -> None:
         """Remove the hook that notes new parameters."""

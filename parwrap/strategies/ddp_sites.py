@@ -159,7 +159,7 @@ class Sites:
         agree(group, "agreement on the parameters of a backward", number, lambda: shapes, _different_sets)
         sparse = sparsely_used(call.tensors)
         facts = [reenters(call.tensors), *(id(p) in sparse for p in own)]
-        re_enters, *is_sparse = made_equal(group, own, facts)
+        re_enters, *is_sparse = made_equal(group, own, facts, because=loop.modules.renormed)
         options = loop.options()
         averager = GradientAverager(
             group,
@@ -282,7 +282,13 @@ def _key(parameters: Iterable[torch.Tensor]) -> tuple[Any, ...]:
     return tuple((id(p), p.shape, p.dtype, p.device) for p in parameters)
 
 
-def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence[bool] = (), at: str = "backward") -> list[int]:
+def made_equal(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    facts: Sequence[bool] = (),
+    at: str = "backward",
+    because: Callable[[torch.Tensor], str] = lambda p: "",
+) -> list[int]:
     """Overwrite ``parameters`` with rank 0's values if they differ between ranks, and warn if they differ by more than rounding.
 
     All ranks call it with parameters of the same shapes.
@@ -292,6 +298,7 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
         parameters: the parameters.
         facts: truth values of this rank, which are sent with the check.
         at: the call that needs equal weights, for the warning: ``"backward"``, ``"forward"`` or ``"step"``.
+        because: why a parameter differs again after each forward, if it does: then weights that differ are an error.
 
     Returns:
         For each of ``facts``, whether it is true on any rank.
@@ -303,6 +310,8 @@ def made_equal(group: Group, parameters: Sequence[torch.Tensor], facts: Sequence
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
         most, least, *anywhere = largest.tolist()
         differ = most != -least and take_rank_zeros(group, parameters) is Differ.MORE
+    if differ and (why := next(filter(None, map(because, parameters)), "")):
+        raise RankMismatchError(f"the weights of the ranks differ at their first {at}, because {why} ({script_place()}).")
     if differ:
         warn(
             f"parwrap: the weights of the ranks differ at their first {at}, so rank 0's are used on all. Build the model where all "

@@ -386,3 +386,30 @@ def test_an_evaluation_of_one_rank_is_not_taken_for_the_next_pass_of_the_other()
 
     with pytest.raises((LockstepError, RankMismatchError), match=r"come apart|has drawn more random numbers or read one pass more"):
         parwrap.distributed(train)()
+
+
+class Scales(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding = kind(12, 2, max_norm=0.1)
+
+    def forward(self, tokens):
+        return self.embedding(tokens)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("equal_at_first", [False, True])
+def test_rows_that_a_forward_scales_in_place_are_an_error_that_names_max_norm(kind, equal_at_first):
+    def train():
+        model = Scales(kind)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        for epoch in range(2):
+            for (x,) in DataLoader(TensorDataset(torch.arange(24).reshape(12, 2) % 12), 1):
+                tokens = torch.arange(12).reshape(6, 2) if equal_at_first and not epoch and model.embedding.weight.grad is None else x
+                optimizer.zero_grad()
+                (10 * model(tokens).square().sum()).backward()
+                optimizer.step()
+
+    with pytest.raises(RankMismatchError, match=r"max_norm=0\.1.*embedding\.weight\.renorm_\(2, 0, 0\.1\)"):
+        parwrap.distributed(train)()
