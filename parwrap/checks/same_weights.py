@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from parwrap.errors import RankMismatchError, counted, shortened
-from parwrap.loop.modules import Modules
+from parwrap.loop.modules import Modules, has_values
 from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place, warn
@@ -175,7 +175,7 @@ class SameWeights:
             return
         self._checked = clock
         optimizers, self._unchecked = self._unchecked, []
-        owned = [p for optimizer in optimizers for p in parameters_of(optimizer) if not self.leaves_out(p)]
+        owned = [p for optimizer in optimizers for p in parameters_of(optimizer) if has_values(p) and not self.leaves_out(p)]
         ids = set(map(id, owned))
         trainable = self._modules.trainable(self.leaves_out)
         others = {} if self.owned_only else {number: p for number, p in trainable.items() if id(p) not in ids}

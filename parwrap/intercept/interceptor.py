@@ -77,6 +77,9 @@ class Interceptor:
     def made(self, parameter: nn.Parameter) -> None:
         """An ``nn.Parameter`` was made, also as a copy of another."""
 
+    def infer_parameters(self, infer: Callable[[], None]) -> None:
+        """The first forward of a lazy module is about to make its parameters: call ``infer``."""
+
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` or ``module.eval()`` was called by the script and has taken effect."""
 
@@ -102,6 +105,12 @@ class Interceptor:
 
     def built(self, optimizer: Optimizer) -> None:
         """``optimizer`` has received a group of parameters: it is being built, or a group was added."""
+
+    def copied(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has received the state of another: it was copied or unpickled, or a state dict was loaded."""
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """``optimizer.zero_grad()`` was called."""
 
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` is about to run."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -38,7 +39,7 @@ from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
 from parwrap.torch_private.dataloader import forget_workers
 from parwrap.torch_private.dynamo import DYNAMO, leave_frames, not_in_graphs
-from parwrap.torch_private.modules import APPLY, CALL
+from parwrap.torch_private.modules import APPLY, CALL, INFER
 
 __all__ = ["SERIALIZATION", "intercepting"]
 
@@ -238,6 +239,29 @@ def _made(interceptor: Interceptor) -> Patches:
     return [Patch(nn.Parameter, "__new__", new)]
 
 
+def _infer_parameters(interceptor: Interceptor) -> Patches:
+    """Replace the method by a plain function: modules hold it as a hook, which is copied and pickled with them."""
+
+    @contextlib.contextmanager
+    def replaced() -> Iterator[None]:
+        original = getattr(LazyModuleMixin, INFER)
+
+        @functools.wraps(original)
+        def infer(*args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                original(*args, **kwargs)
+            else:
+                interceptor.infer_parameters(partial(original, *args, **kwargs))
+
+        setattr(LazyModuleMixin, INFER, infer)
+        try:
+            yield
+        finally:
+            setattr(LazyModuleMixin, INFER, original)
+
+    return [replaced()]
+
+
 def _outermost(begin: Callable[[nn.Module], Callable[[], None]]) -> Callable:
     """A wrapper for a method of modules that calls itself for every submodule, such as ``train``: only the script's own call counts.
 
@@ -353,6 +377,26 @@ def _built(interceptor: Interceptor) -> Patches:
         interceptor.built(instance)
 
     return [Patch(Optimizer, "add_param_group", add_param_group)]
+
+
+def _copied(interceptor: Interceptor) -> Patches:
+    """Patch ``Optimizer.__setstate__``, which ``copy`` and ``pickle`` call instead of ``__init__``."""
+
+    def setstate(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        if "param_groups" in vars(instance):  # a wrapper around another optimizer may have none of its own
+            interceptor.copied(instance)
+
+    return [Patch(Optimizer, "__setstate__", setstate)]
+
+
+def _zero_grad(interceptor: Interceptor) -> Patches:
+    def zero_grad(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        if not torch.compiler.is_compiling():
+            interceptor.zero_grad(instance)
+        wrapped(*args, **kwargs)
+
+    return [Patch(Optimizer, "zero_grad", zero_grad)]
 
 
 def _step(interceptor: Interceptor) -> Patches:
@@ -529,6 +573,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "clip": _clip,
     "norm": _norm,
     "made": _made,
+    "infer_parameters": _infer_parameters,
     "set_mode": _set_mode,
     "moves": _moves,
     "moved": _moved,
@@ -537,6 +582,8 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "call": _call,
     "data_parallel": _data_parallel,
     "built": _built,
+    "copied": _copied,
+    "zero_grad": _zero_grad,
     "step": _step,
     "stepped": _stepped,
     "left_out": _left_out,

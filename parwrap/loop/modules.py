@@ -19,7 +19,16 @@ from parwrap.places import Place, script_place
 from parwrap.ranks.group import is_on_one_rank
 from parwrap.torch_private.modules import registered_parameters
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "has_values"]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has numbers: a lazy one has none yet, and one on the meta device never.
+
+    >>> has_values(torch.ones(1)), has_values(torch.ones(1, device="meta")), has_values(nn.LazyLinear(1).weight)
+    (True, False, False)
+    """
+    return not is_lazy(tensor) and not tensor.is_meta
 
 
 class _Eval(NamedTuple):
@@ -65,8 +74,8 @@ class Modules(Interceptor):
             self.count += 1
 
     def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
-        """The parameters of :meth:`numbered` that require grad, except lazy ones and those for which ``leaves_out`` returns true."""
-        return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and not is_lazy(p)}
+        """The parameters of :meth:`numbered` that require grad and have values, except those for which ``leaves_out`` returns true."""
+        return {number: p for number, p in self.numbered().items() if not leaves_out(p) and p.requires_grad and has_values(p)}
 
     def frozen(self) -> list[int]:
         """The numbers of the parameters that do not require grad."""
@@ -105,11 +114,17 @@ class Modules(Interceptor):
         lasts = [last for outer, last in list(self._outer.items()) if not ids.isdisjoint(map(id, outer.parameters()))]
         return max(lasts, key=lambda last: last.number, default=_Eval()).place
 
+    def moved(self, module: nn.Module) -> None:
+        """Note the parameters that ``module`` has got: ``to_empty`` replaces those of the meta device without registering them."""
+        if not self._passes.training and not is_on_one_rank():
+            for parameter in module.parameters():
+                self._note(parameter)
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """The longest name under which a module of the script holds ``parameter``, else the name in its own module; with its shape."""
         names = [name for module in list(self._outer) for name, each in module.named_parameters() if each is parameter]
         name = max(names, key=len, default=self._homes.get(parameter, ("a parameter",))[0])
-        return f"{name} (shape {tuple(parameter.shape)})"
+        return f"{name} (shape {tuple(parameter.shape)})" if has_values(parameter) else name
 
     def renormed(self, parameter: torch.Tensor) -> str:
         """What an error says about a ``parameter`` whose module has a ``max_norm``; empty if it has none.
@@ -122,9 +137,9 @@ class Modules(Interceptor):
         for each in owners:
             if (norm := getattr(each, "max_norm", None)) is not None:
                 return (
-                    f"each forward of {type(each).__name__}(max_norm={norm}) scales the rows that it looks up in place, and each rank looks "
-                    "up others. Build it without max_norm, and scale all rows before the loop and after each step: `with torch.no_grad(): "
-                    f"embedding.weight.renorm_({getattr(each, 'norm_type', 2.0):g}, 0, {norm:g})`"
+                    f"each forward of {type(each).__name__}(max_norm={norm}) scales the rows that it looks up in place, and each rank "
+                    "looks up others. Build it without max_norm, and scale all rows before the loop and after each step: `with "
+                    f"torch.no_grad(): embedding.weight.renorm_({getattr(each, 'norm_type', 2.0):g}, 0, {norm:g})`"
                 )
         return ""
 

@@ -1,8 +1,9 @@
 """The optimizers at work, what they own, and whether their models are in train mode (contract, rules 2 and 6).
 
-Optimizers are noted when they are built. Those built before the scope opened are found once, at its entry; any other at its first step.
-An optimizer is at work until the script builds another after a step, as it does for the next fold of a search; if it steps again, it is at
-work again. Until then its parameters count, even if the script has dropped it: the garbage collector may find it earlier on one rank.
+Optimizers are noted when they are built, copied or unpickled. Those built before the scope opened are found once, at its entry; any other
+at its first step. An optimizer is at work until the script builds another after a step, as it does for the next fold of a search; if it is
+used again, it is at work again. Until then its parameters count, even if the script has dropped it: the garbage collector may find it
+earlier on one rank. A copy is at work once it is used, because it may be a snapshot.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -40,7 +42,7 @@ class _Work:
         optimizer: returns the optimizer, or ``None`` once the script has dropped it.
         number: how many optimizers were built before it.
         parameters: those that it had when they were last looked at. They are kept, so that no other tensor gets the id of one.
-        kinds: their ids, shapes, dtypes and devices.
+        kinds: their ids, shapes, dtypes and devices; a lazy one has no shape yet.
         version: how often they have changed.
         built_at: how many batches had been drawn when it was built; -1 if it was built before the scope opened.
     """
@@ -49,7 +51,7 @@ class _Work:
     number: int
     built_at: int = -1
     parameters: list[torch.Tensor] = field(default_factory=list)
-    kinds: list[tuple[int, torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
+    kinds: list[tuple[int, torch.Size | None, torch.dtype, torch.device]] = field(default_factory=list)
     version: int = 0
 
 
@@ -72,6 +74,7 @@ class Optimizers(Interceptor):
         were_built: whether the script has built an optimizer, even if none is left.
         trained_since_built: whether an optimizer has stepped since the newest one was built.
         steps: the number of steps of all optimizers, except those of one batch.
+        active: the number of the optimizer that ran ``zero_grad`` or ``step`` last; -1 before the first.
     """
 
     def __init__(self, passes: Passes, modules: Modules) -> None:
@@ -87,6 +90,7 @@ class Optimizers(Interceptor):
         self._batch_optimizers: weakref.WeakKeyDictionary[Optimizer, _Made] = weakref.WeakKeyDictionary()
         self.were_built = False
         self._generation = self._count = self.steps = 0
+        self.active = -1
 
     # what exists
 
@@ -94,14 +98,34 @@ class Optimizers(Interceptor):
         """The optimizers at work that the script has not dropped, in the order in which they were built, without those of one batch."""
         return [optimizer for work in self._at_work if (optimizer := work.optimizer()) is not None]
 
-    def sets(self) -> list[list[torch.Tensor]]:
-        """The parameters of each optimizer at work, also of one that the script has dropped, in the order of building."""
+    def sets(self) -> dict[int, list[torch.Tensor]]:
+        """The parameters of each optimizer at work, also of one that the script has dropped, by its number in the order of building."""
         self._look()
-        return [work.parameters for work in self._at_work]
+        return {work.number: work.parameters for work in self._at_work}
 
     def owners(self) -> dict[int, int]:
-        """For the id of each parameter, the place in :meth:`sets` of its owner: the optimizer built last of those that have it."""
-        return {id(p): place for place, parameters in enumerate(self.sets()) for p in parameters}
+        """For the id of each parameter, the number of its owner: the optimizer built last of those at work that have it."""
+        return {id(p): number for number, parameters in self.sets().items() for p in parameters}
+
+    def idle_sets(self) -> dict[int, list[torch.Tensor]]:
+        """Like :meth:`sets`, for optimizers that are not at work, such as copies that the script has not used yet."""
+        return {work.number: list(parameters_of(each)) for each, work in self._works.items() if work not in self._at_work}
+
+    def use(self, numbers: Iterable[int]) -> None:
+        """Put the optimizers with these ``numbers`` to work."""
+        for work in [work for work in self._works.values() if work.number in numbers]:
+            self._use(work)
+
+    def _use(self, work: _Work) -> None:
+        if work not in self._at_work:
+            self._at_work = sorted([*self._at_work, work], key=lambda each: each.number)
+            self._generation += 1
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        work = self._works.get(optimizer)
+        if work is not None and not is_alone():  # ranks must not differ by what one does by itself
+            self._use(work)
+            self.active = work.number
 
     @property
     def generation(self) -> int:
@@ -128,7 +152,7 @@ class Optimizers(Interceptor):
                 self._look_at(work, optimizer)
 
     def _look_at(self, work: _Work, optimizer: Optimizer) -> None:
-        kinds = [(id(p), p.shape, p.dtype, p.device) for group in optimizer.param_groups for p in group["params"]]
+        kinds = [(id(p), None if is_lazy(p) else p.shape, p.dtype, p.device) for group in optimizer.param_groups for p in group["params"]]
         if work.kinds != kinds:
             self._generation += 1
             work.parameters, work.kinds, work.version = list(parameters_of(optimizer)), kinds, work.version + 1
@@ -149,7 +173,11 @@ class Optimizers(Interceptor):
         for each in optimizers:
             self.built(each)
 
-    def built(self, optimizer: Optimizer) -> None:
+    def copied(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._works:
+            self.built(optimizer, is_copy=bool(self._at_work))
+
+    def built(self, optimizer: Optimizer, is_copy: bool = False) -> None:
         if is_on_one_rank() or optimizer in self._batch_optimizers:  # ranks must not differ by what one builds by itself
             return
         known = optimizer in self._works
@@ -161,10 +189,11 @@ class Optimizers(Interceptor):
         if not known:
             self._works[optimizer] = work = _Work(weakref.ref(optimizer), self._count, self._passes.draws)
             self._count += 1
-            if self.trained_since_built:  # another training begins
-                self._at_work, self._stepped = [], []
-            self.trained_since_built = False
-            self._at_work.append(work)
+            if not is_copy:
+                if self.trained_since_built:  # another training begins
+                    self._at_work, self._stepped = [], []
+                self.trained_since_built = False
+                self._at_work.append(work)
         self.version(optimizer)
 
     def _trains_batch(self, optimizer: Optimizer) -> bool:
@@ -221,9 +250,8 @@ class Optimizers(Interceptor):
             self.built(optimizer)
             work = self._works[optimizer]
             work.built_at = -1  # it is older than the scope
-        if work not in self._at_work:
-            self._at_work = sorted([*self._at_work, work], key=lambda each: each.number)
-            self._generation += 1
+        self._use(work)
+        self.active = work.number
         self.steps += 1
         self.trained_since_built = True
         self._note_step(work)

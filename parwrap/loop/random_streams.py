@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,6 +137,11 @@ class RandomStreams(Interceptor):
         """
         self._fresh += 1
         return random.Random(f"{self.seed() + (self._rank if 'torch' in self._own else 0)} {self._fresh}").getrandbits(62)
+
+    def infer_parameters(self, infer: Callable[[], None]) -> None:
+        """Let all ranks draw the same parameters of a lazy module, also in a training pass."""
+        with self.used(NONE):
+            infer()
 
     @property
     def own(self) -> Libraries:

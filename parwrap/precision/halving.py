@@ -46,6 +46,9 @@ class _Halving(Interceptor):
     def built(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
 
+    def copied(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
         """Run the call of ``module``, in float16 if ``module`` is a model."""
         if self._inside or isinstance(module, WRAPPERS) or not self._is_model(module):

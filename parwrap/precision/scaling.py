@@ -60,6 +60,9 @@ class Scaling(Interceptor):
             self._iterations.forget()
         self._note(optimizer)
 
+    def copied(self, optimizer: Optimizer) -> None:
+        self._note(optimizer)
+
     def _note(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
         self._iterations.expect(optimizer)

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from parwrap.checks.same_weights import checksums
 from parwrap.errors import RankMismatchError
+from parwrap.loop.modules import has_values
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree_on, first_difference
 from parwrap.ranks.group import Group, is_on_one_rank
@@ -43,7 +44,7 @@ class _Buffer(NamedTuple):
     def tensor(self) -> torch.Tensor | None:
         module = self.module()
         buffer = None if module is None else getattr(module, self.name, None)
-        if not isinstance(buffer, torch.Tensor) or is_lazy(buffer) or buffer.is_inference() or buffer.layout != torch.strided:
+        if not isinstance(buffer, torch.Tensor) or not has_values(buffer) or buffer.is_inference() or buffer.layout != torch.strided:
             return None
         return buffer
 

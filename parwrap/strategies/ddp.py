@@ -76,6 +76,7 @@ class DDP(OneModel):
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
         scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
         if self._local:
+            self._sites.runs_locally()
             loop.divisors.weigh(call)
             call.times(scale).run()
             return
@@ -102,7 +103,7 @@ class DDP(OneModel):
             else:
                 averager.run(weighted, numbers, loss)
         except BaseException as error:
-            averager.broken = error
+            averager.broken = f"{type(error).__name__}: {error}"  # the error itself would keep its frames alive, with their tensors
             if isinstance(error, RuntimeError):
                 loop.same_step.explain(error)
             raise

@@ -58,6 +58,7 @@ class GradientAverager:
         parameters: the leaf tensors, in the order of the model; the same on every rank.
         sparse: the ids of the parameters that get sparse gradients.
         at_end: called when a backward has reached its end, before it waits for the averages.
+        outside: the parameters outside of the set that the running backward has reached so far.
         others: the ids of parameters of the set whose gradients something else averages, each with a function that returns whether the
             backward has reached it.
         sender: called with the signal, the parameter whose gradient carries this rank's numbers; returns the hook that compresses and
@@ -69,9 +70,9 @@ class GradientAverager:
 
     Attributes:
         ids: the ids of ``parameters``.
-        broken: the error that a backward has raised, or ``None``.
+        sparse: the ids of the parameters that get sparse gradients.
+        broken: the error that a backward has raised, as text, or ``None``.
         has_local: whether ``.grad`` may hold gradients of ``with parwrap.no_sync()`` that no backward has averaged yet.
-        grows: whether the current backward has reached a parameter outside of every set.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class GradientAverager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         at_end: Callable[[], None],
+        outside: Sequence[torch.Tensor] = (),
         others: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
         sender: Callable[[torch.Tensor], Hook] | None = None,
         **options: Any,
@@ -90,11 +92,11 @@ class GradientAverager:
                 f"the backward at {script_place()} leaves gradients on {' and '.join(sorted(kinds))}, but torch's DistributedDataParallel "
                 "averages gradients on one kind of device only. Move the whole model to one device: model.to('cuda')."
             )
-        self.parameters, self.number, self._sparse, self._at_end, self._others = tuple(parameters), number, sparse, at_end, others
+        self.parameters, self.number, self.sparse, self._others = tuple(parameters), number, sparse, others
+        self._at_end, self._outside = at_end, outside
         self.ids = frozenset(map(id, self.parameters))
         self.has_local = True  # a backward inside ``no_sync`` may have come before the first one of this set
-        self.grows = False
-        self.broken: BaseException | None = None
+        self.broken: str | None = None
         self._before: list[tuple[torch.Tensor, int] | None] = []
         # the signal has the dtype of the first parameter, to share its bucket, which is the last; but half precision could not tell one
         # missing rank among 16 from rounding, so for half precision the signal is float32 and has a bucket to itself
@@ -128,8 +130,8 @@ class GradientAverager:
         if self.broken is not None:
             raise LockstepError(
                 "a backward over these parameters has raised before, and the script has caught the error: the other ranks may still wait "
-                f"for its gradients, so this rank cannot go on ({type(self.broken).__name__}: {self.broken}). Let the error end the job, "
-                "or skip the batch before its backward, on all ranks: `if parwrap.any_rank(bad): continue`."
+                f"for its gradients, so this rank cannot go on ({self.broken}). Let the error end the job, or skip the batch before its "
+                "backward, on all ranks: `if parwrap.any_rank(bad): continue`."
             )
 
     def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
@@ -151,7 +153,7 @@ class GradientAverager:
         """
         self._prepare(numbers, loss)
         call.run()
-        self._signal.grad = average_now(self.parameters, self._report())
+        self._signal.grad = average_now(self.parameters, self._report(), self.sparse)
         self.has_local = False
 
     def received(self) -> list[float] | torch.Tensor:
@@ -164,6 +166,10 @@ class GradientAverager:
         if self._signal.grad is not self._means:
             self._means = cast(torch.Tensor, self._signal.grad)
             self._means_on_host = None if self._means.is_cuda else self._means.numpy()
+
+    def is_reached(self) -> bool:
+        """Whether the last backward has reached a parameter of the set on any rank."""
+        return any(bit > 0 for bit in self._means[:-NUMBERS].tolist())
 
     def reached_others(self) -> set[int]:
         """The ids in ``others`` whose parameters the last backward has reached on any rank."""
@@ -193,7 +199,6 @@ class GradientAverager:
             self._means.zero_()
         else:
             self._means_on_host.fill(0)
-        self.grows = False
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 
     def _report(self) -> torch.Tensor:
@@ -203,11 +208,11 @@ class GradientAverager:
         """
         self._at_end()
         reached = [*self._reached(), *(is_reached() for is_reached in self._others.values())]
-        if all(reached) and not self.grows:
+        if all(reached) and not self._outside:
             return self._facts
         facts = self._facts.clone()
         facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=facts.is_cuda), non_blocking=True)
-        if self.grows:
+        if self._outside:
             facts[Entry.GROWS] = 1
         return facts
 
@@ -243,7 +248,7 @@ class GradientAverager:
         there = {id(leaf) for leaf in reached(call.roots)}
         rest = [place for place, p in enumerate(self.parameters) if id(p) not in there]
         unused = [place for place in rest if self.parameters[place].grad is None]
-        send_nothing([self.parameters[place] for place in rest], self._sparse)
+        send_nothing([self.parameters[place] for place in rest], self.sparse)
         if unused:
             bits = cast(torch.Tensor, self._signal.grad).tolist()
             for place in unused:
@@ -258,10 +263,11 @@ def _changed(grad: torch.Tensor | None, before: tuple[torch.Tensor, int] | None)
 
 
 @torch.no_grad()
-def average_now(parameters: Sequence[torch.Tensor], signal: torch.Tensor) -> torch.Tensor:
+def average_now(parameters: Sequence[torch.Tensor], signal: torch.Tensor, sparse: frozenset[int] = frozenset()) -> torch.Tensor:
     """Average the gradients of ``parameters``, in one all-reduce for each dtype, and return the mean of ``signal``.
 
     The first entries of ``signal`` say for each parameter whether this rank has a gradient. ``.grad`` stays ``None`` if no rank has one.
+    A rank without one gets a sparse gradient if ``sparse`` has the id of the parameter.
     """
     size = dist.get_world_size()
     signal = signal.clone()
@@ -278,7 +284,7 @@ def average_now(parameters: Sequence[torch.Tensor], signal: torch.Tensor) -> tor
         for p, average in zip(same, flat.split([grad.numel() for grad in grads]), strict=True):
             average = average.view(p.shape)
             if p.grad is None:
-                p.grad = average.clone()
+                p.grad = average.to_sparse(1) if id(p) in sparse else average.clone()
             elif p.grad.is_sparse:
                 p.grad = average.to_sparse(1)
             else:

@@ -3,6 +3,10 @@
 The set of a site is found at its first visit, by one walk over the graph. The set has every trainable parameter of each optimizer at work
 that owns a parameter in the graph. It also has the other ``nn.Parameter`` objects in the graph, and tensors there that an optimizer has
 had. Those made inside a training pass belong to a batch and are left out. Later steps only look the site up.
+
+That is a prediction: a function that trains several models calls ``backward`` at one line. The optimizer that was used last is a part of
+the site, and hooks stand on the parameters that some set lacks: none while there is one set. What a backward reaches outside of its set is
+averaged before it returns.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.checks.same_weights import Differ, checksums, take_rank_zeros
-from parwrap.errors import RankMismatchError
+from parwrap.errors import LockstepError, RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
+from parwrap.loop.modules import has_values
 from parwrap.places import Place, call_site, script_place, warn
-from parwrap.ranks.agreement import agree, first_difference
+from parwrap.ranks.agreement import agree, first_difference, first_other
 from parwrap.ranks.group import Group
 from parwrap.strategies.compression import compressing
 from parwrap.strategies.ddp_averager import GradientAverager, average_now
@@ -33,17 +38,18 @@ from parwrap.strategies.strategy import Loop
 
 __all__ = ["Site", "Sites", "made_equal"]
 
-MOST = 64
-"""The number of sites that are kept; a further site replaces the oldest."""
+MOST = 256
+"""The number of sites that are kept; a further site replaces the one that was not used for longest."""
 
 
 @dataclass
 class Site:
-    """A line that calls ``backward``, with the calls that lead to it.
+    """A line that calls ``backward``, with the calls that lead to it and the optimizer that was used last.
 
     Attributes:
         parameters: the set of parameters whose gradients this line averages.
         averager: averages these gradients; ``None`` if the set is empty.
+        kept: this averager, and those of sets that the site had before: the line may come back to them.
         generation: ``Optimizers.generation`` when the set was found.
         frozen: the frozen parameters of the optimizers at work when the set was found; none if the call names its ``inputs``.
         then_average: whether gradients are averaged after the backward, because other backwards run inside of it.
@@ -53,6 +59,7 @@ class Site:
     """
 
     averager: GradientAverager | None
+    kept: list[GradientAverager]
     parameters: list[torch.Tensor]
     generation: int
     frozen: tuple[torch.Tensor, ...]
@@ -71,24 +78,27 @@ class Sites:
 
     Attributes:
         leaves_out: a function that returns whether torch shards a parameter, which then belongs to no set.
-        arrived: parameters outside of every set that have got a gradient since :meth:`grow` was last called.
+        arrived: parameters outside of the set of their backward that have got a gradient since :meth:`grow` was last called.
     """
 
     def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
         self._loop, self._new_set = loop, new_set
         self.leaves_out: Callable[[torch.Tensor], bool] = lambda parameter: False
-        self._sites: dict[tuple[int, ...], Site] = {}
+        self._sites: dict[tuple[int, ...], Site] = {}  # the one used last is the last
         self._averagers: dict[tuple[Any, ...], GradientAverager] = {}
         self._hooks: list[Any] = []
         self._bare: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._running: GradientAverager | None = None
+        self._known: frozenset[int] = frozenset()  # the ids of the parameters in any set
+        self._armed = self._known  # the ids of those whose gradients the running backward averages
         self._met = 0
         self.arrived: list[torch.Tensor] = []
 
     def find(self, call: Backward) -> Site:
         """Return the site of ``call``. Find its set at the first visit, and again whenever the set may have changed."""
-        optimizers, (key, codes) = self._loop.optimizers, call_site(sys._getframe(1))
-        site = self._sites.get(key)
+        optimizers, (line, codes) = self._loop.optimizers, call_site(sys._getframe(1))
+        key = (*line, optimizers.active)
+        site = self._sites.pop(key, None)
         if (
             site is None
             or site.generation != optimizers.generation
@@ -96,27 +106,41 @@ class Sites:
             or "inputs" in call.options
             or (site.frozen and any(p.requires_grad for p in site.frozen))
         ):
-            site = self._sites[key] = self._found(call, codes())
-            if len(self._sites) > MOST:
-                del self._sites[next(iter(self._sites))]
-            self._drop_unused()
-        self._running = site.averager
+            site = self._found(call, codes())
+        if site.averager is not None:  # else the next backward at this line is looked at again: nothing would say that it reaches more
+            self._sites[key] = site
+        if len(self._sites) > MOST:
+            del self._sites[next(iter(self._sites))]
+        self._running, self._armed = site.averager, site.averager.ids if site.averager is not None else frozenset()
+        if self.arrived:
+            self.arrived[:] = [p for p in self.arrived if id(p) not in self._armed]
         return site
 
+    def runs_locally(self) -> None:
+        """Called before a backward that averages nothing, inside ``no_sync``: later backwards average what any set has."""
+        self._armed = self._known
+
     def _found(self, call: Backward, codes: tuple[CodeType, ...]) -> Site:
-        optimizers = self._loop.optimizers
-        parameters, frozen = self._parameters(call)
-        averager, then_average = None, False
-        if parameters:
-            averager = self._averagers.get(_key(parameters))
-            if averager is None:
-                averager, then_average = self._agreed(parameters, call)
-            else:
-                then_average = reenters(call.tensors)
+        generation = self._loop.optimizers.generation
+        parameters, frozen, then_average = self._parameters(call)
         place = script_place()
-        site = Site(averager, parameters, optimizers.generation, frozen, then_average, place, str(place), codes)
-        self._watch()
+        site = Site(None, [], parameters, generation, frozen, then_average, place, str(place), codes)
+        if parameters:
+            self._arm(site, parameters, call)
         return site
+
+    def _arm(self, site: Site, parameters: list[torch.Tensor], call: Backward) -> None:
+        """Let ``site`` average the gradients of ``parameters``."""
+        averager, re_enters = self._averagers.get(_key(parameters)), False
+        is_new = averager is None
+        if averager is None:
+            averager, re_enters = self._agreed(parameters, call)
+        site.averager, site.parameters = averager, parameters
+        site.kept = [*(each for each in site.kept if each is not averager), averager]
+        site.then_average |= re_enters
+        if is_new or "inputs" not in call.options:
+            self._drop_unused(site)
+            self._watch()
 
     def leaves(self, call: Backward) -> list[torch.Tensor]:
         """The parameters and other leaves that ``call`` reaches."""
@@ -125,25 +149,78 @@ class Sites:
     def elsewhere(self, parameter: torch.Tensor) -> Callable[[], bool] | None:
         """A function that says whether a backward has reached ``parameter``, if torch averages its gradient, as in FSDP; else ``None``."""
 
-    def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return the set of parameters of ``call``, and the frozen parameters of all optimizers: once they train, they may be reached."""
+    def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...], bool]:
+        """Find the set of parameters of ``call``.
+
+        Returns:
+            The set, the frozen parameters of all optimizers, which may be reached once they train, and whether ``call`` runs other
+            backwards inside.
+        """
         optimizers = self._loop.optimizers
-        leaves = [leaf for leaf in self.leaves(call) if leaf.requires_grad]
+        leaves, re_enters = [leaf for leaf in self.leaves(call) if leaf.requires_grad and has_values(leaf)], reenters(call.tensors)
         if "inputs" in call.options:
             owned = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf)]
-            return [leaf for leaf in owned if not optimizers.of_batch(leaf)], ()
+            return [leaf for leaf in owned if not optimizers.of_batch(leaf)], (), re_enters
         sets, owners = optimizers.sets(), optimizers.owners()
-        chosen = {owners[id(leaf)] for leaf in leaves if id(leaf) in owners}
-        if not chosen and reenters(call.tensors):  # all of it is inside a checkpoint, which hides its leaves
-            chosen = set(range(len(sets)))
-        owned = [p for place in sorted(chosen) for p in sets[place] if owners[id(p)] == place and p.is_leaf]
+        found = [leaf for leaf in leaves if id(leaf) in owners]
+        if not found and re_enters:  # all of it is inside a checkpoint, which hides its leaves
+            found = [p for parameters in sets.values() for p in parameters]
         others = [leaf for leaf in leaves if id(leaf) not in owners and not optimizers.of_batch(leaf)]
         if optimizers.were_built:
             shared = [isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf) for leaf in others]
             self._note_bare(leaf for leaf, is_shared in zip(others, shared, strict=True) if not is_shared)
             others = [leaf for leaf, is_shared in zip(others, shared, strict=True) if is_shared]
-        found = {id(p): p for p in (*(p for p in owned if p.requires_grad), *others) if p.is_floating_point() or p.is_complex()}
-        return list(found.values()), tuple(p for parameters in sets for p in parameters if not p.requires_grad)
+        if optimizers.were_built and (found or others):
+            found, re_enters = self._on_any_rank("agreement on what a backward reaches", [*found, *others], re_enters)
+        else:
+            found = others
+        frozen = tuple(p for parameters in optimizers.sets().values() for p in parameters if not p.requires_grad)
+        return [p for p in found if p.is_floating_point() or p.is_complex()], frozen, re_enters
+
+    def _on_any_rank(self, kind: str, reached: list[torch.Tensor], re_enters: bool) -> tuple[list[torch.Tensor], bool]:
+        """Find the parameters to average if this rank's backward has ``reached`` some, and those of other ranks have reached others.
+
+        If a rank has reached a parameter of an optimizer, these are all parameters that it trains. Optimizers, and parameters that none
+        owns, are found by their numbers, which are the same on all ranks. All ranks call this in the same backward.
+
+        Returns:
+            The parameters, and whether ``re_enters`` is true on any rank.
+
+        Raises:
+            LockstepError: the ranks are in different backwards.
+        """
+        optimizers, modules, backward = self._loop.optimizers, self._loop.modules, self._loop.passes.backwards
+        numbered, owners = modules.trainable(self.leaves_out), optimizers.owners()
+        idle = {id(p): number for number, parameters in optimizers.idle_sets().items() for p in parameters}
+        number_of = {id(p): number for number, p in numbered.items()}
+        used = {owners[id(p)] for p in reached if id(p) in owners}
+        singles = {number_of[id(p)] for p in reached if id(p) not in owners and id(p) in number_of}
+        rest = [p for p in reached if id(p) not in owners and id(p) not in number_of]
+        used |= {idle[id(p)] for p in rest if id(p) in idle}
+
+        def error(all_ranks: list[Any]) -> Exception | None:
+            backwards = [each[0] for each in all_ranks]
+            if len(set(backwards)) == 1:
+                return None
+            rank, other = first_other(backwards)
+            return LockstepError(
+                f"{next((name for *_, name in all_ranks if name), 'a parameter')} has got a gradient outside of the set of the backward at "
+                f"{script_place()} on some ranks only: rank 0 is in backward {backwards[0] + 1}, rank {rank} in backward {other + 1}. Its "
+                "gradient cannot be averaged. Let all ranks compute the same losses: decide with parwrap.any_rank(condition)."
+            )
+
+        mine = backward, sorted(used), sorted(singles), re_enters
+        name = modules.name_of(reached[0]) if reached else ""
+        all_ranks = agree(self._loop.group, kind, crc32(repr(mine).encode()), lambda: (*mine, name), error)
+        for _, *theirs, _ in all_ranks or ():
+            used, singles, re_enters = used.union(theirs[0]), singles.union(theirs[1]), re_enters or theirs[2]
+        optimizers.use(used)
+        sets, owners = optimizers.sets(), optimizers.owners()
+        owned = [p for number in sorted(used) for p in sets.get(number, ()) if owners[id(p)] == number]
+        owned = [p for p in owned if p.requires_grad and p.is_leaf and has_values(p)]
+        beside = [p for p in rest if id(p) not in owners]
+        found = [*owned, *(numbered[number] for number in sorted(singles) if number in numbered), *beside]
+        return list({id(p): p for p in found}.values()), re_enters
 
     def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
         """Make the averager of a new set, once all ranks agree on the set and have equal weights.
@@ -167,6 +244,7 @@ class Sites:
             own,
             frozenset(id(p) for p, flag in zip(own, is_sparse, strict=True) if flag),
             loop.same_step.averages,
+            self.arrived,
             {id(p): is_reached for p in parameters if (is_reached := self.elsewhere(p)) is not None},
             compressing(options),
             bucket_cap_mb=options.bucket_cap_mb,
@@ -203,18 +281,18 @@ class Sites:
                 self._bare[leaf] = checksums([leaf]), leaf.register_post_accumulate_grad_hook(arrived)
 
     def _watch(self) -> None:
-        """Add hooks that note when a parameter outside of every set gets a gradient, such as from a loss that a later epoch adds."""
+        """Add hooks that note a gradient outside of the set of its backward, on all parameters that some set lacks."""
         self.unwatch()
-        known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
+        sets = [averager.ids for averager in self._averagers.values()]
+        self._known, in_all = frozenset().union(*sets), frozenset.intersection(*sets)
         optimizers = self._loop.optimizers
         others = self._loop.modules.trainable(self.leaves_out).values() if optimizers.were_built else ()
-        for p in {id(p): p for p in chain(*optimizers.sets(), others)}.values():
-            if p.requires_grad and p.is_leaf and id(p) not in known and self.elsewhere(p) is None:
+        for p in {id(p): p for p in chain(*optimizers.sets().values(), *optimizers.idle_sets().values(), others)}.values():
+            if p.requires_grad and p.is_leaf and has_values(p) and id(p) not in in_all and self.elsewhere(p) is None:
                 self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if self._running is not None:
-            self._running.grows = True
+        if id(parameter) not in self._armed:
             self.arrived.append(parameter)
 
     def unwatch(self) -> None:
@@ -231,33 +309,30 @@ class Sites:
         self.moved()
 
     def grow(self, site: Site, call: Backward) -> None:
-        """After a backward that has reached parameters outside of every set, add these to the set of ``site``, and average their gradients.
+        """After a backward that has reached parameters outside of the set of ``site``, average their gradients.
 
-        It is enough that one rank has reached them. If an optimizer owns one, all parameters that it trains are added. A parameter that
-        no optimizer owns is found by its number in ``Modules.trainable``, which is the same on all ranks.
+        It is enough that one rank has reached them. The site keeps its set, with these parameters, if a rank has reached the set too. If
+        none has, the line trains another model now, and the site gets its set.
         """
         assert site.averager is not None
-        group, arrived = self._loop.group, {id(p) for p in self.arrived}
+        arrived = list(self.arrived)
         self.arrived.clear()
-        owners, modules = self._loop.optimizers.owners(), self._loop.modules
-        outside = [p for parameters in self._loop.optimizers.sets() for p in parameters if p.requires_grad and not self._has(site, p)]
-        others = {number: p for number, p in modules.trainable(self.leaves_out).items() if id(p) not in owners and not self._has(site, p)}
-        numbers = [number for number, p in others.items() if id(p) in arrived]
-        bits = torch.tensor([id(p) in arrived for p in outside] + [False] * modules.count, dtype=torch.int64)
-        bits[len(outside) :][numbers] = 1
-        with group.control_message("a set of parameters that grows"):
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
-            owned, unowned = bits.split([len(outside), modules.count])
-            chosen = {owners[id(p)] for p, bit in zip(outside, owned.tolist(), strict=True) if bit}
-            new = [p for p in outside if owners[id(p)] in chosen]
-            new += [others[number] for number in unowned.nonzero().flatten().tolist() if number in others]
-            if not new:  # on a GPU the other ranks say so a backward later
-                return
-            average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device))
-        site.parameters = [*site.parameters, *new]
-        site.averager, _ = self._agreed(site.parameters, call)
-        self._drop_unused()
-        self._watch()
+        try:
+            found, re_enters = self._on_any_rank("a set of parameters that grows", arrived, reenters(call.tensors))
+        except LockstepError as error:
+            if not arrived or (name := self._loop.modules.name_of(arrived[0])) in str(error):
+                raise
+            raise LockstepError(f"{name} has got a gradient outside of the set of the backward at {site.shown}, and {error}") from error
+        new = [p for p in found if not self._has(site, p)]
+        if not new:  # on a GPU the other ranks say so a backward later
+            return
+        site.then_average |= re_enters
+        if site.averager.is_reached():
+            site.kept.remove(site.averager)
+            found = [*site.parameters, *new]
+        self._arm(site, found, call)
+        with self._loop.group.control_message("gradients outside of a set"):
+            average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device), site.averager.sparse)
 
     def _has(self, site: Site, p: torch.Tensor) -> bool:
         return site.averager is not None and (id(p) in site.averager.ids or self.elsewhere(p) is not None)
@@ -266,10 +341,11 @@ class Sites:
         """Drop all sets, so that they are found again: DDP's hooks are on the tensors that parameters had before a cast or move."""
         self._sites.clear()
         self._averagers.clear()
-        self._running = None
+        self._running, self._armed = None, frozenset()
 
-    def _drop_unused(self) -> None:
-        used = {id(site.averager) for site in self._sites.values()}
+    def _drop_unused(self, site: Site) -> None:
+        """Drop the averagers that neither ``site`` nor another site keeps."""
+        used = {id(each) for kept in (site.kept, *(other.kept for other in self._sites.values())) for each in kept}
         self._averagers = {ids: averager for ids, averager in self._averagers.items() if id(averager) in used}
 
     def averagers(self) -> Iterable[GradientAverager]:

@@ -207,6 +207,9 @@ class FSDP(DDP):
         if not is_alone() and not self.loop.optimizers.is_of_batch(optimizer):
             refuse_one_vector(optimizer, "fsdp")
 
+    def copied(self, optimizer: Optimizer) -> None:
+        self.built(optimizer)
+
     def step(self, optimizer: Optimizer) -> None:
         super().step(optimizer)
         self._meet(optimizer)

@@ -14,6 +14,7 @@ __all__ = [
     "CALL",
     "CONTENTS",
     "FLAT_WEIGHTS",
+    "INFER",
     "IS_REPLICA",
     "ORIGINAL_MODULE",
     "BatchNorm",
@@ -39,6 +40,9 @@ APPLY = "_apply"
 
 CALL = "_call_impl"
 """The method that ``Module.__call__`` calls. A patch of ``__call__`` itself would be lost when torch.fx replaces it temporarily."""
+
+INFER = "_infer_parameters"
+"""The method of lazy modules that makes their parameters, in the first forward. Each class has a public one, which this one calls."""
 
 CONTENTS = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps what it consists of. No public method replaces them all, in place."""

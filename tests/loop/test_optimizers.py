@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_optimizers_are_noted_when_they_are_built_and_their_parameters_count_unt
     assert dict.fromkeys(map(id, model.parameters()), 1) == optimizers.owners()
     new = SGD(other_model.parameters(), lr=1.0)
     assert [new] == optimizers.all()
-    assert dict.fromkeys(map(id, other_model.parameters()), 0) == optimizers.owners()
+    assert dict.fromkeys(map(id, other_model.parameters()), 2) == optimizers.owners()
 
 
 def test_an_optimizer_of_an_earlier_training_is_at_work_again_when_it_steps(optimizers):
@@ -77,6 +79,58 @@ def test_an_optimizer_of_an_earlier_training_is_at_work_again_when_it_steps(opti
     assert [other, new] == optimizers.all()
     assert before < optimizers.generation
     assert all(optimizers.has_had(p) for each in (one, other, new) for p in parameters_of(each))
+
+
+def test_a_copy_is_known_and_is_at_work_once_it_is_used(optimizers):
+    stepped(one := SGD(linear().parameters(), lr=1.0))
+    before = optimizers.generation
+    copied = copy.deepcopy(one)
+
+    assert [one] == optimizers.all()
+    assert before < optimizers.generation
+    assert all(map(optimizers.has_had, parameters_of(copied)))
+    copied.zero_grad()
+    assert [one, copied] == optimizers.all()
+
+
+def test_the_first_optimizer_may_come_from_a_file(passes):
+    pickled = pickle.dumps(SGD(linear().parameters(), lr=1.0))
+    with intercepting([optimizers := Optimizers(passes)]):
+        optimizer = pickle.loads(pickled)
+        new = SGD(linear().parameters(), lr=1.0)
+        new.load_state_dict(optimizer.state_dict())
+
+    assert ([optimizer, new], True) == (optimizers.all(), optimizers.were_built)
+
+
+def test_a_copy_that_is_made_with_its_model_in_a_training_pass_belongs_to_the_batch(optimizers, passes):
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    in_pass(passes)
+    copied = copy.deepcopy((model, optimizer))
+
+    assert (True, False) == (optimizers.is_of_batch(copied[1]), optimizers.is_of_batch(optimizer))
+
+
+def test_the_active_optimizer_ran_zero_grad_or_step_last(optimizers):
+    one, other = SGD(linear().parameters(), lr=1.0), SGD(linear().parameters(), lr=1.0)
+    active = [optimizers.active]
+    for run in (lambda: stepped(one), other.zero_grad, one.zero_grad, lambda: stepped(other)):
+        run()
+        active.append(optimizers.active)
+    with alone():
+        one.zero_grad()
+
+    assert ([-1, 0, 1, 0, 1], 1) == (active, optimizers.active)
+
+
+def test_an_optimizer_of_lazy_modules_changes_its_version_when_they_get_their_shapes(optimizers):
+    model = nn.LazyLinear(1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    before = optimizers.version(optimizer)
+    model(torch.ones(1, 2))
+
+    assert before < optimizers.version(optimizer)
 
 
 def test_what_one_rank_builds_or_steps_alone_is_not_at_work(optimizers):

@@ -89,6 +89,19 @@ def test_a_module_is_what_its_three_dictionaries_hold():
     assert list(first.state_dict()) == list(second.state_dict())
 
 
+def test_the_first_forward_of_a_lazy_module_makes_its_parameters_by_one_method(monkeypatch):
+    original, inferred = getattr(nn.modules.lazy.LazyModuleMixin, modules.INFER), []
+
+    def infer(self, *args, **kwargs):
+        inferred.append(type(self))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.modules.lazy.LazyModuleMixin, modules.INFER, infer)
+    nn.Sequential(nn.LazyConv1d(1, 1), nn.LazyBatchNorm1d())(torch.ones(2, 1, 1))
+
+    assert [nn.LazyConv1d, nn.LazyBatchNorm1d] == inferred
+
+
 def test_a_recurrent_layer_has_a_list_of_its_weights_which_assignments_renew():
     layer = nn.RNN(1, 1)
     layer.weight_hh_l0 = weight = nn.Parameter(torch.zeros(1, 1))
