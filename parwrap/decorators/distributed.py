@@ -37,6 +37,7 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop import random_streams
+from parwrap.loop.checkpoints import is_checkpoint
 from parwrap.loop.clock import summary
 from parwrap.loop.divisors import Divisors
 from parwrap.loop.interrupts import Interrupts
@@ -49,9 +50,8 @@ from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set
 from parwrap.options import Options
 from parwrap.places import begin_here, from_script, is_ours, script_place, warn
 from parwrap.rank_zero.commands import refusing_exec
-from parwrap.rank_zero.files import intercepting_files
+from parwrap.rank_zero.files import Files, intercepting_files
 from parwrap.rank_zero.output import Output, output_of
-from parwrap.rank_zero.scratch import CheckWait
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import without
@@ -423,7 +423,8 @@ class _Scope(Interceptor):
                     self._undo.enter_context(watched(self.loop.group, positions, self._interrupts, report))
                     check_wait = positions.check_wait
                 self._undo.enter_context(refusing_exec(self._whole.world.size))
-                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, module, check_wait))
+                handled = intercepting_files(self._whole, module, check_wait, self._is_checkpoint)
+                self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, handled))
                 if hidden:
                     self._reading.append(HiddenGroup())
             if not quiet:
@@ -441,6 +442,10 @@ class _Scope(Interceptor):
                     self._end(False, quiet)
                 raise
             self._end(not hidden, quiet)
+
+    def _is_checkpoint(self, thing: Any) -> bool:
+        """Whether ``thing``, which the script saves, is a checkpoint of this job."""
+        return (loop := self.loop) is not None and is_checkpoint(thing, [*loop.modules.all(), *loop.optimizers.all()])
 
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Tell the other ranks of the node about an error that leaves the scope."""
@@ -619,12 +624,12 @@ def _report(rank: int, output: Output, text: str) -> None:
 
 
 @contextmanager
-def _files_of_rank_zero(whole: Group, group: Group, module: str | None, check_wait: CheckWait | None) -> Iterator[None]:
+def _files_of_rank_zero(whole: Group, group: Group, handled: AbstractContextManager[Files]) -> Iterator[None]:
     """Inside the block, only rank 0 writes files. After a barrier of ``group``, the other ranks see them."""
     if whole.folder is None:
         yield
         return
-    with intercepting_files(whole, module, check_wait) as files:
+    with handled as files:
         before, group.after_barrier = group.after_barrier, files.crossed
         try:
             yield

@@ -56,6 +56,7 @@ class Modules(Interceptor):
         self._outer: weakref.WeakKeyDictionary[nn.Module, _Eval] = weakref.WeakKeyDictionary(dict.fromkeys(self.first, _Eval()))
         self.evals = 0
         self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._holders: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.count = 0
         for module in self.first:
@@ -66,12 +67,17 @@ class Modules(Interceptor):
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not self._passes.training and not is_on_one_rank():
             self._note(parameter)
+            self._holders.setdefault(module)
             self._homes[parameter] = f"{name} of a {type(module).__name__}", weakref.ref(module)
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter not in self._numbers:
             self._numbers[parameter] = self.count
             self.count += 1
+
+    def all(self) -> list[nn.Module]:
+        """The modules of the script that are known; a module may be listed beside the one that contains it."""
+        return [*self._outer, *self._holders]
 
     def trainable(self, leaves_out: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
         """The parameters of :meth:`numbered` that require grad and have values, except those for which ``leaves_out`` returns true."""

@@ -127,13 +127,13 @@ class FileCalls(Protocol):
     def temporary_name(self, name: str) -> str: ...
     def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any: ...
     def command_ended(self, process: Any) -> None: ...
-    def save(self, file: Any, write: Callable[[Any], Any]) -> Any: ...
+    def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any: ...
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any: ...
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any: ...
 
 
-def patches(files: FileCalls) -> list[Patch | AbstractContextManager]:
-    """The patches that send all calls of this file to ``files``."""
+def patches(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> list[Patch | AbstractContextManager]:
+    """The patches that send all calls of this file to ``files``. ``is_checkpoint`` says whether a saved object is a checkpoint."""
     return [
         *_open_patches(files),
         *_change_patches(files),
@@ -141,7 +141,7 @@ def patches(files: FileCalls) -> list[Patch | AbstractContextManager]:
         *_on_paths(files.listing, LISTINGS),
         *_on_paths(files.attribute, ATTRIBUTES),
         *_command_patches(files),
-        *(Patch(module, "save", _saving(files)) for module in SERIALIZATION),
+        *(Patch(module, "save", _saving(files, is_checkpoint)) for module in SERIALIZATION),
         *(Patch(module, "load", _loading(files)) for module in SERIALIZATION),
         Patch(os, "getcwd", lambda wrapped, instance, args, kwargs: files.working_directory(wrapped)),
         Patch(tempfile._RandomNameSequence, "__next__", lambda wrapped, *_: files.temporary_name(wrapped())),  # type: ignore[attr-defined]
@@ -251,10 +251,10 @@ def _command_patches(files: FileCalls) -> list[Patch]:
     return [Patch(popen, "__init__", run), Patch(os, "system", system), Patch(forked, "start", start), *ends]
 
 
-def _saving(files: FileCalls) -> Callable:
+def _saving(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> Callable:
     def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         def with_file(obj: Any, f: Any, *rest: Any, **options: Any) -> None:
-            files.save(f, lambda file: wrapped(obj, file, *rest, **options))
+            files.save(f, lambda file: wrapped(obj, file, *rest, **options), lambda: is_checkpoint(obj))
 
         with_file(*args, **kwargs)
 

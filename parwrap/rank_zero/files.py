@@ -9,10 +9,10 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from parwrap.intercept.patch import installed
 from parwrap.rank_zero.calls import patches
@@ -42,13 +42,16 @@ def current() -> Files | None:
 
 
 @contextmanager
-def intercepting_files(group: Group, module: str | None = None, check_wait: CheckWait | None = None) -> Iterator[Files]:
+def intercepting_files(
+    group: Group, module: str | None = None, check_wait: CheckWait | None = None, is_checkpoint: Callable[[Any], bool] = lambda thing: False
+) -> Iterator[Files]:
     """Let rank 0 alone write files inside the block; if the variable ``IN_SCRATCH`` is 1, not even rank 0.
 
     Args:
         group: the process group, with a folder that the ranks of the node share.
         module: the name of the running function's module, as in :func:`installed`.
         check_wait: called now and then while this rank waits for rank 0, with the time when the wait began and what it is for.
+        is_checkpoint: whether an object that is saved is a checkpoint; any other is each rank's own.
 
     Yields:
         what handles this rank's file calls; call its ``crossed()`` after each barrier.
@@ -59,7 +62,7 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
     close_left_open()
     in_scratch = os.environ.get(IN_SCRATCH) == "1"
     files = _files(group.world, folder, group.timeout.total_seconds(), check_wait or (lambda since, place: None), in_scratch)
-    with _opened(files, module), trackers_silent() if in_scratch else nullcontext():
+    with _opened(files, module, is_checkpoint), trackers_silent() if in_scratch else nullcontext():
         yield files
 
 
@@ -67,16 +70,16 @@ def intercepting_files(group: Group, module: str | None = None, check_wait: Chec
 def files_in_scratch(folder: Path) -> Iterator[None]:
     """Let what this process writes inside the block go to scratch in ``folder``. The process is not a rank."""
     files = _files(World(node_ranks=(0,)), folder, math.inf, lambda since, place: None, in_scratch=True)
-    with _opened(files, "__main__"), trackers_silent():
+    with _opened(files, "__main__", lambda thing: False), trackers_silent():
         yield
 
 
 @contextmanager
-def _opened(files: Files, module: str | None) -> Iterator[None]:
+def _opened(files: Files, module: str | None, is_checkpoint: Callable[[Any], bool]) -> Iterator[None]:
     global _current
     before, _current = _current, files
     try:
-        with installed([*patches(files), *native_patches(files)], module):
+        with installed([*patches(files, is_checkpoint), *native_patches(files, is_checkpoint)], module):
             yield
     finally:
         _current = before

@@ -26,7 +26,7 @@ class NativeCall(NamedTuple):
     Attributes:
         module: its module, by the name under which the module is imported.
         name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses are covered.
-        way: ``"read"``: reads the file; ``"save"``: writes a whole checkpoint; ``"write"``: writes another whole file; ``"open"``: creates
+        way: ``"read"``: reads the file; ``"save"``: writes a whole file, which may be a checkpoint; ``"write"``: writes another whole file; ``"open"``: creates
             an object that reads or writes by its mode; ``"update"``: creates an object that reads and writes.
         path: the name of the argument that is the path.
         position: its position, not counting ``self``.
@@ -78,16 +78,16 @@ CALLS = (
 )
 
 
-def native_patches(files: FileCalls) -> list[AbstractContextManager]:
-    """The patches that send all calls of ``CALLS`` to ``files``."""
+def native_patches(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> list[AbstractContextManager]:
+    """The patches that send all calls of ``CALLS`` to ``files``, as :func:`parwrap.rank_zero.calls.patches` does."""
 
     def of_module(calls: list[NativeCall]) -> Callable[[ModuleType], list[Patch]]:
-        return lambda module: [_patch(module, call, files) for call in calls if hasattr(module, call.name.partition(".")[0])]
+        return lambda module: [_patch(module, call, files, is_checkpoint) for call in calls if hasattr(module, call.name.partition(".")[0])]
 
     return [when_imported(name, of_module(list(calls))) for name, calls in groupby(CALLS, lambda call: call.module)]
 
 
-def _patch(module: ModuleType, call: NativeCall, files: FileCalls) -> Patch:
+def _patch(module: ModuleType, call: NativeCall, files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> Patch:
     owner, _, name = call.name.rpartition(".")
 
     def called(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -101,7 +101,7 @@ def _patch(module: ModuleType, call: NativeCall, files: FileCalls) -> Patch:
 
         mode = _mode(call, args, kwargs)
         if call.way == "save":
-            return files.save(path, on_path)
+            return files.save(path, on_path, lambda: is_checkpoint(instance if owner else args[0] if args else kwargs))
         return files.write_native(path, mode, on_path) if set(mode) & set("wax+-") else files.read_native(path, on_path)
 
     return Patch(resolve_name(f"{module.__name__}:{owner}") if owner else module, name, called)

@@ -16,7 +16,7 @@ from parwrap.rank_zero.journal import Progress, Sites
 from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.scratch import FILE, FOLDER, LINK, MARK, NAP, Entry, Overlay, missing
-from parwrap.rank_zero.writer import KeptReadable, saved_path
+from parwrap.rank_zero.writer import KeptReadable, saved_path, write_atomically
 
 __all__ = ["ReplicaFiles"]
 
@@ -208,15 +208,20 @@ class ReplicaFiles:
     def command_ended(self, process: Any) -> None:
         self._overlay.child_ended(process)
 
-    def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same.
+    def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any:
+        """``torch.save``: writes a marker for a checkpoint, because that is large and rank 0 writes the same.
 
-        It writes all with ``stands_in``, and to a buffer or a path that every rank writes.
+        It writes all of a checkpoint with ``stands_in``, and of whatever is no checkpoint.
         """
         path = saved_path(file)
         key = self._written(path) if path is not None else None
         if key is None:
-            return write(file)
+            if path is not file or not self._rules.looks():
+                return write(file)
+            with passing():
+                return write_atomically(file, write)
+        if not is_checkpoint():
+            return self.write_native(file, "w", write) if path is file else write(file)
         with passing():
             try:
                 place = self._begin(key, path, keep=path is not file)

@@ -296,10 +296,10 @@ class WriterFiles:
     def command_ended(self, process: Any) -> None:
         pass
 
-    def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
+    def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any:
         """``torch.save``: a file given by its path is written by :func:`write_atomically`.
 
-        The other ranks can load what is saved, except from a buffer or a path that every rank writes.
+        The other ranks can load a checkpoint, except from a buffer or a path that every rank writes.
         """
         path = saved_path(file)
         if path is None or not self._rules.looks():
@@ -307,12 +307,13 @@ class WriterFiles:
         key = self._changes(path, counts=False)
         with passing():
             if path is file:
-                result = write_atomically(os.fspath(file), write)
+                result = write_atomically(file, write)
             else:
                 result = write(file)
                 file.flush()
             if key is not None:
-                self._kept.save(self._sites.next(), key)
+                if is_checkpoint():
+                    self._kept.save(self._sites.next(), key)
                 self._progress.count()
             return result
 
@@ -372,7 +373,7 @@ class WriterFiles:
             self._journal.replaces(key, copy)
 
 
-def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
+def write_atomically(path: Any, write: Callable[[Any], Any]) -> Any:
     """Let ``write`` write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that name.
 
     A device, a file with several names, and a file in a read-only folder are written directly.

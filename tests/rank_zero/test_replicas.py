@@ -28,8 +28,8 @@ from parwrap.ranks.collectives import barrier, gather
 from parwrap.ranks.group import alone, current, rank
 
 
-def files():
-    return intercepting_files(current())
+def files(is_checkpoint=lambda thing: False):
+    return intercepting_files(current(), is_checkpoint=is_checkpoint)
 
 
 def left_before(folder, *names):
@@ -187,7 +187,7 @@ def test_what_a_rank_wrote_under_a_name_of_its_own_it_reads_back(tmp_path, monke
 @pytest.mark.ranks(2)
 def test_a_checkpoint_is_not_written_twice(tmp_path, module):
     module = sys.modules[module]
-    with files():
+    with files(lambda thing: True):
         module.save(torch.zeros(100_000), tmp_path / "a.pt")
 
         assert 400_000 < os.path.getsize(tmp_path / "a.pt") < 500_000
@@ -199,17 +199,42 @@ def test_a_checkpoint_is_not_written_twice(tmp_path, module):
 
 @pytest.mark.ranks(2)
 def test_a_checkpoint_that_only_another_rank_saves_is_an_error_that_names_the_line(tmp_path):
-    with files():
+    with files(lambda thing: True):
         if rank() == 1:
             torch.save(1, tmp_path / "a.pt")
         barrier()
     with pytest.raises(FileNotFoundError):
         torch.load(tmp_path / "a.pt")
-    with files():
+    with files(lambda thing: True):
         if rank() == 1:
             torch.save(1, tmp_path / "a.pt")
             with pytest.raises(RankMismatchError, match=r"test_replicas.py:\d+ loads a.pt.*save 1 at that line.*every_rank_writes"):
                 torch.load(tmp_path / "a.pt")
+
+
+@pytest.mark.ranks(2)
+def test_what_is_saved_and_is_no_checkpoint_is_read_back_by_the_rank_that_saved_it(tmp_path):
+    """As in a cache by sample: each rank saves other samples, at one line."""
+    from safetensors.torch import load_file, save_file
+
+    mine = range(rank(), 8, 2)
+    with parwrap.distributed():
+        model = torch.nn.Linear(3, 1)
+        for sample in mine:
+            torch.save({"x": torch.full((3,), sample)}, tmp_path / f"{sample}.pt")
+            save_file({"x": torch.full((3,), sample)}, tmp_path / f"{sample}.safetensors")
+        with open(tmp_path / "opened.pt", "wb") as file:
+            torch.save(rank(), file)
+        loaded = [torch.load(tmp_path / f"{sample}.pt")["x"][0].item() for sample in mine]
+        others = [load_file(tmp_path / f"{sample}.safetensors")["x"][0].item() for sample in mine]
+        opened = torch.load(tmp_path / "opened.pt")
+        save_file({f"net.{name}": each.clone() for name, each in model.state_dict().items()}, tmp_path / "net.safetensors")
+        with passing():
+            marked = (tmp_path / "net.safetensors").stat().st_size if rank() == 0 else len(list(current().folder.rglob("net.safetensors")))
+
+    assert [*mine] * 2 == loaded + others
+    assert rank() == opened
+    assert marked > 0
 
 
 @pytest.mark.ranks(2)
@@ -218,7 +243,7 @@ def test_on_another_node_the_first_rank_stands_in_for_rank_zero(tmp_path):
     folder = tmp_path / f"node{rank()}"
     folder.mkdir()
     world = replace(current().world, node_rank=rank(), local_rank=0, local_size=1, node_ranks=(rank(),))
-    with intercepting_files(replace(current(), world=world, folder=folder)):
+    with intercepting_files(replace(current(), world=world, folder=folder), is_checkpoint=lambda thing: True):
         torch.save(torch.full((100_000,), rank()), tmp_path / "a.pt")
         seen = torch.load(tmp_path / "a.pt")[0].item(), os.path.getsize(tmp_path / "a.pt") > 1000
         os.makedirs(tmp_path / "out", exist_ok=True)
@@ -267,8 +292,9 @@ def test_a_rank_that_waits_for_a_checkpoint_while_rank_zero_waits_for_it_is_an_e
     check_wait = Positions.check_wait
     monkeypatch.setattr(Positions, "check_wait", lambda self, since, what: check_wait(self, since, what, patience=0.3))
     with parwrap.distributed():
+        model = torch.nn.Linear(1, 1)
         if parwrap.rank() == 1:
-            torch.save(torch.zeros(1), tmp_path / "best.pt")
+            torch.save(model.state_dict(), tmp_path / "best.pt")
             with pytest.raises(
                 parwrap.LockstepError, match=r"rank 1 waits for a file of rank 0 at test_replicas\.py:\d+:\n  rank 0 is in parwrap\.barr"
             ):
