@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 __all__ = [
     "LaunchError",
@@ -56,8 +57,8 @@ class RankZeroError(ParwrapError):
 OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
-def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> None:
-    """Add a note with advice to an error about device numbers, batch norms or fixed batch sizes, unless it has notes.
+def explain(error: BaseException, ranks: int = 1, part: int | None = None, written: Sequence[str] = ()) -> None:
+    """Add a note with advice to an error about device numbers, batch norms, fixed batch sizes or missing files, unless it has notes.
 
     Before Python 3.11 it does nothing.
 
@@ -65,6 +66,7 @@ def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> No
         error: the error.
         ranks: the number of ranks.
         part: the number of samples in this rank's part of a batch; ``None`` if batches are not divided.
+        written: names of the files that only this rank sees, the last ones written.
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
         return
@@ -82,6 +84,11 @@ def explain(error: BaseException, ranks: int = 1, part: int | None = None) -> No
         error.add_note(
             f'parwrap: with batch="global" this rank has a part of each batch, {counted(part, "sample")} of the last one. If a batch size '
             'is fixed in the code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'
+        )
+    elif written and "No such file" in str(error) and "parwrap" not in str(error):
+        error.add_note(
+            f"parwrap: this rank's own files are in a private folder, where native code does not find them: {', '.join(written)}. To read "
+            "rank 0's instead, call parwrap.barrier() between the line that writes such a file and the line that reads it."
         )
 
 

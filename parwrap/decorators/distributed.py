@@ -48,9 +48,9 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
 from parwrap.options import Options
-from parwrap.places import begin_here, from_script, is_ours, script_place, warn
+from parwrap.places import begin_here, from_script, is_ours, module_name, script_place, warn
 from parwrap.rank_zero.commands import refusing_exec
-from parwrap.rank_zero.files import Files, intercepting_files
+from parwrap.rank_zero.files import Files, current, intercepting_files
 from parwrap.rank_zero.output import Output, output_of
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
@@ -425,8 +425,7 @@ class _Scope(Interceptor):
                 self._undo.enter_context(refusing_exec(self._whole.world.size))
                 handled = intercepting_files(self._whole, module, check_wait, self._is_checkpoint)
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, handled))
-                if hidden:
-                    self._reading.append(HiddenGroup())
+                self._reading.append(HiddenGroup(script=bool(hidden)))
             if not quiet:
                 self._warnings = self._undo.enter_context(parwraps_warnings())
             self._undo.enter_context(self._training)
@@ -587,11 +586,22 @@ class HiddenWhileRead(Interceptor):
         return groups.is_reading_stream() and not is_ours(frame.f_code.co_filename)
 
 
+ACT_ALONE = {"transformers": "save_pretrained() writes nothing on ranks above 0, which then cannot read it back"}
+"""Libraries that would act on the process group by themselves, each with what goes wrong. Metrics, for example, need the group."""
+
+
 class HiddenGroup(Interceptor):
-    """Hides the process group from the script's own code; torch, parwrap and installed libraries see it."""
+    """Hides the process group from libraries that would act on it alone, and from the script's own code.
+
+    Args:
+        script: whether the group is hidden from the script: from a plain one, but not from a function that parwrap decorates.
+    """
+
+    def __init__(self, script: bool = True) -> None:
+        self._script = script
 
     def hides_group(self, frame: FrameType) -> bool:
-        return from_script(frame)
+        return module_name(frame).partition(".")[0] in ACT_ALONE or (self._script and from_script(frame))
 
 
 def _share_streams(group: Group) -> None:
@@ -609,7 +619,10 @@ def explained() -> Iterator[None]:
         yield
     except BaseException as error:
         group = groups.current()
-        explain(error, 1 if group is None else group.world.size, None if _scope is None else _scope.part())
+        opened = current()
+        explain(
+            error, 1 if group is None else group.world.size, None if _scope is None else _scope.part(), opened.written() if opened else ()
+        )
         raise
 
 

@@ -125,8 +125,7 @@ class FileCalls(Protocol):
     def change(self, change: Change) -> Any: ...
     def working_directory(self, original: Callable[[], str]) -> str: ...
     def temporary_name(self, name: str) -> str: ...
-    def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any: ...
-    def command_ended(self, process: Any) -> None: ...
+    def run_command(self, run: Callable[[], Any], command: Any) -> Any: ...
     def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any: ...
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any: ...
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any: ...
@@ -226,29 +225,15 @@ def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
 
 def _command_patches(files: FileCalls) -> list[Patch]:
     def run(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
-        return files.run_command(process, partial(wrapped, *args, **kwargs), args[0] if args else kwargs.get("args"))
-
-    def system(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        process = object()
-        try:
-            return files.run_command(process, partial(wrapped, *args, **kwargs), args[0] if args else kwargs.get("command"))
-        finally:
-            files.command_ended(process)
+        return files.run_command(partial(wrapped, *args, **kwargs), args[0] if args else kwargs.get("args", kwargs.get("command")))
 
     def start(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
         # the workers of a loader run all the time, and write for themselves
         works_for_loader = caller().f_globals.get("__name__", "").startswith("torch.utils.data.")
-        return wrapped() if works_for_loader else files.run_command(process, wrapped, None)
+        return wrapped() if works_for_loader else files.run_command(wrapped, None)
 
-    def wait(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            files.command_ended(process)
-
-    popen, forked = subprocess.Popen, multiprocessing.process.BaseProcess
-    ends = [Patch(popen, "wait", wait), Patch(forked, "join", wait)]
-    return [Patch(popen, "__init__", run), Patch(os, "system", system), Patch(forked, "start", start), *ends]
+    started = Patch(multiprocessing.process.BaseProcess, "start", start)
+    return [Patch(subprocess.Popen, "__init__", run), Patch(os, "system", run), started]
 
 
 def _saving(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> Callable:

@@ -1,8 +1,8 @@
 """What the first rank of a node tells the others about files: a journal in the folder that the ranks of the node share.
 
-The first rank writes a line only if another rank could otherwise see something different: where a checkpoint was saved, which folders are
-made, what is about to be replaced, moved or removed, and when the first rank ran something alone. The other ranks read the new lines when
-they look at a recent path.
+It is the one record of what this job has changed on the disk. The first rank writes a line before its first change of a path, and again at
+the first one after a barrier, so the journal grows with the paths and not with the calls. The other ranks read the new lines when they look
+at a path. What is not in the journal was made by another program or by a child process, and every rank sees it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import struct
 import sys
 import threading
-import time
-from collections import Counter, defaultdict
+import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,27 +22,18 @@ from parwrap.places import is_ours, is_standard
 from parwrap.rank_zero.path_rules import ancestors, is_inside
 from parwrap.ranks.platform import OPEN_OWN, read_at, shared_memory
 
-__all__ = ["NOT_KEPT", "ROUNDING", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "earliest_time", "moved_path", "wait_for_tick"]
-
-CLOCK_REALTIME_COARSE = 5
-"""The number of the clock in Linux; the module ``time`` does not name it."""
-
-ROUNDING = 1e-5
-"""Seconds by which the time of a file may differ from the clock, because of rounding."""
+__all__ = ["NOT_KEPT", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "moved_path", "running_line"]
 
 NOT_KEPT = "not-kept"
 """The name of a folder that does not exist. The journal names a path in it for a file whose old content is lost."""
 
 
-def earliest_time() -> float:
-    """The earliest time that a file which changes now can have; ``time.time()`` is the latest. Linux uses a clock that ticks slowly."""
-    return time.clock_gettime(CLOCK_REALTIME_COARSE) if sys.platform == "linux" else time.time()
-
-
-def wait_for_tick(since: float) -> None:
-    """Wait until a file that changes from then on gets a later time than ``since``: a few milliseconds if ``since`` is the present."""
-    while earliest_time() <= since + 2 * ROUNDING:
-        time.sleep(0.0005)
+def running_line() -> str:
+    """The line of the script or of a library that the running call comes from: ``file:line``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Sites:
@@ -54,13 +45,14 @@ class Sites:
 
     def next(self) -> str:
         """Count a call at the running line of the script or of a library, and return its name: ``file:line #number``."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
-            frame = frame.f_back
-        site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        site = running_line()
         with self._lock:
             self._calls[site] += 1
             return f"{site} #{self._calls[site]}"
+
+
+TURNS = ("removed", "changes alone")
+"""The kinds of lines after which something else is at a path."""
 
 
 class Journal:
@@ -77,24 +69,28 @@ class Journal:
         """Record that ``save``, a name from :class:`Sites`, can be read at ``place``."""
         self._add("saved", save, place)
 
-    def makes(self, folder: str) -> None:
-        """Record that ``folder`` did not exist and is about to be made."""
-        self._add("makes", folder)
+    def makes(self, path: str) -> None:
+        """Record that ``path`` is about to be made, or that this job has made it and is about to change it again."""
+        self._add("makes", path)
 
     def replaces(self, path: str, before: str) -> None:
         """Record that ``path`` is about to change. Other ranks read its old content at ``before``, which is empty for a folder."""
         self._add("replaces", path, before)
 
+    def removed(self, path: str) -> None:
+        """Record that ``path``, which existed before this job, is gone."""
+        self._add("removed", path)
+
     def moves(self, folder: str, to: str) -> None:
         """Record that ``folder`` is about to be moved to the path ``to``."""
         self._add("moves", folder, to)
 
-    def ran_alone(self, call: str, since: float) -> None:
-        """Record that ``call``, a name from :class:`Sites` for what only this rank runs, began at the time ``since`` and ended now."""
-        self._add("ran alone", call, since)
+    def changes_alone(self, path: str, call: int) -> None:
+        """Record that ``path`` is about to change in something that only this rank runs, its call number ``call`` of that kind."""
+        self._add("changes alone", path, call)
 
     def crossed(self) -> None:
-        """Record that this rank has passed a barrier: the other ranks see what was there until now."""
+        """Record that this rank has passed a barrier: the other ranks see what is there now."""
         self._add("crossed")
 
     def close(self) -> None:
@@ -103,7 +99,7 @@ class Journal:
         os.close(self._file)
 
     def _add(self, *line: Any) -> None:
-        os.write(self._file, json.dumps([time.time(), *line]).encode() + b"\n")
+        os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
 @dataclass
@@ -111,18 +107,26 @@ class Ahead:
     """What the first rank has changed since a barrier.
 
     Attributes:
-        made: the folders that it has begun to make.
+        made: the paths that it has begun to make.
+        changed: the paths that it has begun to make or change.
         before: for each path that existed and has changed, where to read its old content; empty for a folder. A path is named as it was
             before folders moved.
         moved: for each folder that existed and was moved, where it is now.
     """
 
     made: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
     before: dict[str, str] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
 
+    def makes(self, path: str) -> None:
+        """Note that the first rank is about to make ``path``."""
+        self.made.add(path)
+        self.changed.add(path)
+
     def replaces(self, path: str, before: str) -> None:
         """Note that the first rank is about to change ``path``."""
+        self.changed.add(path)
         self.before.setdefault(self._before_moves(path), before)
 
     def moves(self, folder: str, to: str) -> None:
@@ -131,6 +135,7 @@ class Ahead:
             self.moved.setdefault(self._before_moves(folder), folder)
         self.moved = {path: moved_path(place, folder, to) for path, place in self.moved.items()}
         self.made |= {moved_path(path, folder, to) for path in self.made}
+        self.changed |= {moved_path(path, folder, to) for path in self.changed}
 
     def place(self, path: str) -> str | None:
         """Where ``path`` is now if it, or a folder above it, was moved; otherwise ``None``."""
@@ -149,26 +154,23 @@ class JournalReader:
 
     Attributes:
         saves: where to read each saved file, by the name of its save.
-        barriers: when the first rank passed each barrier.
-        alone: when each call that the first rank ran alone began and ended, by the name of the call.
+        ahead: what the first rank has changed since the last barrier of this rank, as far as this rank has read.
+        alone: the paths that the first rank has changed in something that it runs alone, each with the number of that call.
+        turned: the paths where something else begins: from before this job and removed since, or changed in something that runs alone.
         ended: whether the first rank writes no more.
     """
 
     def __init__(self, folder: Path) -> None:
         self.saves: dict[str, str] = {}
-        self.barriers: list[float] = []
-        self.alone: dict[str, tuple[float, float]] = {}
+        self.ahead = Ahead()
+        self.alone: dict[str, int] = {}
+        self.turned: set[str] = set()
         self.ended = False
-        self._since_barrier: defaultdict[int, Ahead] = defaultdict(Ahead)
-        self._own_barriers = 0
+        self._lines: list[tuple[int, str, list[Any]]] = []  # those that say what the first rank has changed, each with its barrier
+        self._barriers = self._own_barriers = 0
         self._file = os.open(folder / "journal", os.O_RDONLY | os.O_CREAT | OPEN_OWN, 0o600)
         self._read = 0
-        self._lock = threading.Lock()
-
-    @property
-    def ahead(self) -> Ahead:
-        """What the first rank has changed since the last barrier of this rank, as far as this rank has read."""
-        return self._since_barrier[self._own_barriers]
+        self._lock = threading.RLock()
 
     def update(self) -> JournalReader:
         """Read the lines that are new, and return this reader."""
@@ -182,31 +184,48 @@ class JournalReader:
                     self._take(*json.loads(line))
         return self
 
-    def crossed(self) -> int:
-        """Forget what the first rank changed before the barrier that this rank has passed. Returns the number of barriers so far."""
-        self._since_barrier.pop(self._own_barriers, None)
-        self._own_barriers += 1
-        return self._own_barriers
+    def crossed(self) -> None:
+        """Forget what the first rank changed before the barrier that this rank has passed."""
+        with self._lock:
+            self._own_barriers += 1
+            self._read_again(self._lines)
+
+    def turn(self, path: str) -> None:
+        """Forget what the first rank did at ``path``, and below, before something else began there: this rank has come as far."""
+        with self._lock:
+            if path in self.turned:
+                last = max(number for number, (_, kind, what) in enumerate(self._lines) if kind in TURNS and what[0] == path)
+                before = [line for line in self._lines[:last] if line[2][0] != path and not is_inside(line[2][0], path)]
+                self._read_again(before + self._lines[last + 1 :])
+
+    def _read_again(self, lines: list[tuple[int, str, list[Any]]]) -> None:
+        self._lines, self.ahead, self.turned = [], Ahead(), set()
+        for barriers, kind, what in lines:
+            self._change(barriers, kind, what)
 
     def close(self) -> None:
         os.close(self._file)
 
-    def _take(self, when: float, kind: str, *what: Any) -> None:
-        ahead = self._since_barrier[len(self.barriers)]
+    def _take(self, kind: str, *what: Any) -> None:
         if kind == "saved":
             self.saves[what[0]] = what[1]
-        elif kind == "makes":
-            ahead.made.add(what[0])
-        elif kind == "replaces":
-            ahead.replaces(*what)
-        elif kind == "moves":
-            ahead.moves(*what)
-        elif kind == "ran alone":
-            self.alone[what[0]] = what[1], when
         elif kind == "crossed":
-            self.barriers.append(when)
-        else:
+            self._barriers += 1
+        elif kind == "ended":
             self.ended = True
+        else:
+            self._change(self._barriers, kind, list(what))
+
+    def _change(self, barriers: int, kind: str, what: list[Any]) -> None:
+        if kind == "changes alone":
+            self.alone[what[0]] = what[1]
+        if barriers < self._own_barriers:
+            return
+        self._lines.append((barriers, kind, what))
+        if kind in TURNS:
+            self.turned.add(what[0])
+        else:
+            getattr(self.ahead, kind)(*what)
 
 
 def moved_path(path: str, folder: str, to: str) -> str:
@@ -219,7 +238,9 @@ def moved_path(path: str, folder: str, to: str) -> str:
 
 
 class Progress:
-    """How many changes to files each rank of the node has made, in shared memory. All ranks make the same changes.
+    """How many changes to files each rank of the node has made, and what rank 0 has run alone, in shared memory.
+
+    All ranks make the same changes. Calls that rank 0 runs alone are counted by their line of the script.
 
     Args:
         folder: the folder that the ranks of the node share.
@@ -231,9 +252,12 @@ class Progress:
     """
 
     ENDED = 2**62
+    LINES = 256
+    """The number of counters for calls that rank 0 runs alone. Lines with the same checksum share one."""
 
     def __init__(self, folder: Path, local_rank: int, local_size: int) -> None:
-        self._page = shared_memory(folder / "progress", 8 * local_size)
+        self._page = shared_memory(folder / "progress", 8 * (local_size + self.LINES))
+        self._alone = 8 * local_size
         self._rank, self._form = local_rank, struct.Struct(f"{local_size}q")
         self.done = 0
 
@@ -244,13 +268,26 @@ class Progress:
 
     def slowest(self) -> int:
         """The number of changes that the slowest of the other ranks has made."""
-        done = list(self._form.unpack(self._page[:]))
+        done = list(self._form.unpack_from(self._page))
         done[self._rank] = self.ENDED
         return min(done)
 
     def is_behind(self) -> bool:
         """Whether the first rank of the node has made fewer changes than this one."""
-        return self._form.unpack(self._page[:])[0] < self.done
+        return self._form.unpack_from(self._page)[0] < self.done
+
+    @staticmethod
+    def counter(line: str) -> int:
+        """The counter of ``line``, from :func:`running_line`."""
+        return zlib.crc32(line.encode()) % Progress.LINES
+
+    def ran_alone(self, counter: int) -> None:
+        """Record that rank 0 has run another call alone."""
+        struct.pack_into("q", self._page, self._alone + 8 * counter, self.times_alone(counter) + 1)
+
+    def times_alone(self, counter: int) -> int:
+        """How often rank 0 has run a call with this ``counter`` alone."""
+        return int(struct.unpack_from("q", self._page, self._alone + 8 * counter)[0])
 
     def close(self) -> None:
         """Record that this rank needs no more files of the others."""

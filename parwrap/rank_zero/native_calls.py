@@ -26,8 +26,8 @@ class NativeCall(NamedTuple):
     Attributes:
         module: its module, by the name under which the module is imported.
         name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses are covered.
-        way: ``"read"``: reads the file; ``"save"``: writes a whole file, which may be a checkpoint; ``"write"``: writes another whole file; ``"open"``: creates
-            an object that reads or writes by its mode; ``"update"``: creates an object that reads and writes.
+        way: ``"read"``: reads the file; ``"save"``: writes a whole file, which may be a checkpoint; ``"write"``: writes another whole
+            file; ``"open"``: creates an object that reads or writes by its mode; ``"update"``: creates an object that reads and writes.
         path: the name of the argument that is the path.
         position: its position, not counting ``self``.
         mode: for ``"open"``, the mode, if there is no argument ``mode`` after the path.
@@ -57,6 +57,12 @@ CALLS = (
     NativeCall("safetensors.torch", "serialize_file", "save", "filename", 1),
     NativeCall("safetensors.numpy", "safe_open", "read", "filename"),
     NativeCall("safetensors.numpy", "serialize_file", "save", "filename", 1),
+    NativeCall("tokenizers", "Tokenizer.save", "write", "path"),
+    NativeCall("tokenizers", "Tokenizer.from_file", "read", "path"),
+    NativeCall("tokenizers", "Tokenizer.train", "read", "files"),
+    *(NativeCall("polars", f"read_{kind}", "read", "source") for kind in ("csv", "parquet", "ipc", "json", "ndjson")),
+    *(NativeCall("polars", f"scan_{kind}", "read", "source") for kind in ("csv", "parquet", "ipc", "ndjson")),
+    *(NativeCall("polars", f"DataFrame.write_{kind}", "write", "file") for kind in ("csv", "parquet", "ipc", "json", "ndjson")),
     NativeCall("h5py", "File.__init__", "open", "name"),
     NativeCall("sqlite3", "connect", "update", "database"),
     NativeCall("sqlite3.dbapi2", "connect", "update", "database"),
@@ -92,6 +98,8 @@ def _patch(module: ModuleType, call: NativeCall, files: FileCalls, is_checkpoint
 
     def called(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         path = _path(call, args, kwargs)
+        if isinstance(path, list):
+            return _with_path(wrapped, call, [files.read_native(each, lambda place: place) for each in path], args, kwargs)
         if path is None:
             return wrapped(*args, **kwargs)
         path, coded = _taken_apart(path, bool(kwargs.get("uri")))
@@ -125,8 +133,10 @@ def _taken_apart(path: Any, is_uri: bool) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _path(call: NativeCall, args: tuple, kwargs: dict) -> Any:
-    """The path among the arguments of ``call``, or ``None`` if it names no file on this machine."""
+    """The path among the arguments of ``call``, or a list of paths to read; ``None`` if it names no file on this machine."""
     path = kwargs.get(call.path, args[call.position] if len(args) > call.position else None)
+    if call.way == "read" and isinstance(path, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in path):
+        return list(path)
     if not isinstance(path, (str, bytes, os.PathLike)) or kwargs.get("filesystem") is not None:
         return None
     text = os.fsdecode(path)

@@ -110,12 +110,13 @@ class PathRules:
         """Whether this process created the rules, and was not forked later."""
         return os.getpid() == self._process
 
-    def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
+    def writes(self, path: Any, dir_fd: int | None = None, alone: bool = False) -> str | None:
         """Called before a call changes ``path``. Returns its unique name if only rank 0 may write it; otherwise ``None``.
 
-        A path that every rank writes, or that ``tempfile`` makes, is exempt from now on.
+        A path that every rank writes, or that ``tempfile`` makes, is exempt from now on. If ``alone``, the name is that of a path that
+        code changes which only this rank runs.
         """
-        if not self.acts() or isinstance(path, int):
+        if not self.looks() or is_alone() != alone or not self.in_process() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
         if _here.every_rank or _called_by_tempfile():

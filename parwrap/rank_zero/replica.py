@@ -12,19 +12,22 @@ from typing import Any
 
 from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.calls import WRITING, Change, Opening
-from parwrap.rank_zero.journal import Progress, Sites
+from parwrap.rank_zero.journal import Progress, Sites, running_line
 from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
-from parwrap.rank_zero.scratch import FILE, FOLDER, LINK, MARK, NAP, Entry, Overlay, missing
+from parwrap.rank_zero.scratch import FILE, FOLDER, HIDDEN, LINK, MARK, NAP, Entry, Overlay, missing
 from parwrap.rank_zero.writer import KeptReadable, saved_path, write_atomically
 
 __all__ = ["ReplicaFiles"]
 
 PATIENCE = 10
-"""Seconds to wait for a slower rank 0 to make the folder of a file that every rank writes."""
+"""Seconds to wait for a slower rank 0 to make its changes, before a child process or what every rank writes depends on them."""
 
 MOST_COPIED_FOR_NATIVE = 2**28
 """The maximum size, in bytes, of a file, such as a database, that is copied to scratch before native code changes it."""
+
+MOST_NAMED = 4
+"""How many of this rank's files the note on an error names."""
 
 MOST_LINKED = 2**26
 """The maximum size, in bytes, of a file of the disk that ``os.link`` copies. Larger ones are read where they are."""
@@ -41,7 +44,8 @@ class ReplicaFiles:
 
     def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
         self._overlay, self._rules, self._progress, self._stands_in = overlay, overlay.rules, progress, stands_in
-        self._sites, self._alone = Sites(), Sites()
+        self._sites = Sites()
+        self._is_patient = True
         self._in_scratch = False  # whether the real working directory is a folder in scratch
 
     def close(self) -> None:
@@ -68,7 +72,11 @@ class ReplicaFiles:
 
     def left_alone(self) -> None:
         """Record that this rank skips something that rank 0 runs alone, so that this rank sees the files which rank 0 makes there."""
-        self._overlay.leave_alone(self._alone.next())
+        self._overlay.leave_alone(running_line())
+
+    def written(self) -> list[str]:
+        """The names of the files that only this rank sees, the last few that it has written."""
+        return [os.path.basename(key) for key in self._overlay.files()[-MOST_NAMED:]]
 
     def open(self, call: Opening) -> Any:
         if isinstance(call.file, int) or call.opener is not None or not self._rules.looks():
@@ -77,7 +85,7 @@ class ReplicaFiles:
             if not self._overlay.may_differ(call.file):
                 with suppress(FileNotFoundError):
                     stream = call.run()
-                    if os.fstat(stream.fileno()).st_ctime <= self._overlay.since:
+                    if self._overlay.shows(os.fstat(stream.fileno())):
                         return stream
                     stream.close()
             return self._on(lambda: self._content(call.file), lambda place: _named(call._replace(file=place).run(), call.file, place))
@@ -114,7 +122,7 @@ class ReplicaFiles:
         if name != "chdir" and not kwargs.get("dir_fd") and not self._overlay.may_differ(path):
             with suppress(FileNotFoundError):
                 result = original(path, *args, **kwargs)
-                if type(result) is os.stat_result and result.st_ctime <= self._overlay.since:
+                if type(result) is os.stat_result and self._overlay.shows(result):
                     return result
         follow, folder = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True), kwargs.get("dir_fd")
 
@@ -196,17 +204,11 @@ class ReplicaFiles:
     def temporary_name(self, name: str) -> str:
         return self._rules.temporary_name(name)
 
-    def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
+    def run_command(self, run: Callable[[], Any], command: Any) -> Any:
         """Run a child process. This rank sees the files that the child makes."""
-        self._overlay.child_began(process)
-        try:
-            return run()
-        except BaseException:
-            self.command_ended(process)
-            raise
-
-    def command_ended(self, process: Any) -> None:
-        self._overlay.child_ended(process)
+        self._overlay.child_began()
+        self._wait_for_rank_zero(lambda: False)  # which may be about to remove or make what the child writes or reads
+        return run()
 
     def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any:
         """``torch.save``: writes a marker for a checkpoint, because that is large and rank 0 writes the same.
@@ -244,12 +246,14 @@ class ReplicaFiles:
             marker.write(MARK + save.encode() + b"\n")
 
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
-        """Run native code that reads a file, from where this rank sees it."""
+        """Run native code that reads a file, from where this rank sees it. It reports a missing file itself, unless that is hidden."""
 
         def find() -> Any:
             try:
                 return self._content(path)
-            except FileNotFoundError:  # the native code reports the error, also of a path that is hidden
+            except FileNotFoundError as error:
+                if HIDDEN in str(error):
+                    raise
                 return os.path.join(self._overlay.scratch, "0", os.path.basename(os.fsdecode(path))) if os.path.lexists(path) else path
 
         def run(place: Any) -> Any:
@@ -333,10 +337,18 @@ class ReplicaFiles:
         entry = self._overlay.entry(folder)
         if entry is None or entry.kind != FOLDER:
             return
-        until = time.monotonic() + PATIENCE
-        while not os.path.isdir(folder) and self._progress.is_behind() and time.monotonic() < until:
-            time.sleep(NAP)
+        self._wait_for_rank_zero(lambda: os.path.isdir(folder))
         os.makedirs(folder, exist_ok=True)
+
+    def _wait_for_rank_zero(self, enough: Callable[[], bool]) -> None:
+        """Wait a while until a slower rank 0 has made as many changes as this rank, or ``enough()``.
+
+        If it does not come that far, this rank makes changes of its own, and never waits again.
+        """
+        until = time.monotonic() + PATIENCE
+        while self._is_patient and self._progress.is_behind() and not enough():
+            self._is_patient = time.monotonic() < until
+            time.sleep(NAP)
 
     def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> str:
         """The place in scratch where this rank writes the file with ``key``.

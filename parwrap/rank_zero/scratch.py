@@ -11,16 +11,14 @@ import os
 import shutil
 import stat
 import time
-from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 from parwrap.errors import RankMismatchError
 from parwrap.places import script_place
-from parwrap.rank_zero.journal import NOT_KEPT, ROUNDING, Ahead, JournalReader, earliest_time
+from parwrap.rank_zero.journal import NOT_KEPT, Ahead, JournalReader, Progress
 from parwrap.rank_zero.listing import PART, is_link
 from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors, is_inside
 
@@ -35,6 +33,12 @@ LONGEST_MARK = 4096
 
 NAP = 0.002
 """Seconds between two looks at the journal."""
+
+HIDDEN = (
+    ", and this rank does not see it before the next barrier. Call parwrap.barrier() before the line that reads it, or let rank 0 write it "
+    "in a function with @parwrap.rank_zero_only"
+)
+"""What an error says about a path that is hidden from this rank, after who has written it."""
 
 CheckWait: TypeAlias = Callable[[float, str], None]
 
@@ -69,16 +73,25 @@ class Overlay:
     Args:
         rules: which paths are exempt.
         journal: the journal of the first rank of this node.
+        progress: how often rank 0 has run something alone.
         scratch: an empty directory of this rank.
-        with_rank_zero: whether rank 0 is on this node, so that the journal names all folders that it makes.
+        with_rank_zero: whether rank 0 is on this node, so that the journal names all that it changes. On other nodes, a file that changes
+            during the run is hidden, because rank 0 may have changed it.
         timeout: how many seconds to wait for rank 0.
         check_wait: called now and then during a wait, with the time when it began and what it is for; raises if rank 0 waits for this rank.
     """
 
     def __init__(
-        self, rules: PathRules, journal: JournalReader, scratch: str, with_rank_zero: bool, timeout: float, check_wait: CheckWait
+        self,
+        rules: PathRules,
+        journal: JournalReader,
+        progress: Progress,
+        scratch: str,
+        with_rank_zero: bool,
+        timeout: float,
+        check_wait: CheckWait,
     ) -> None:
-        self.rules, self.scratch, self._journal = rules, scratch, journal
+        self.rules, self.scratch, self._journal, self._progress = rules, scratch, journal, progress
         self._with_rank_zero, self._timeout, self._check_wait = with_rank_zero, timeout, check_wait
         self._entries: dict[str, Entry] = {}
         self._inside: defaultdict[str, set[str]] = defaultdict(set)
@@ -86,13 +99,10 @@ class Overlay:
         self._covering = 0
         self._folders: dict[str, str] = {}
         self._made = 0
-        self.since = rules.since
-        """Paths that have changed after this time are hidden, because rank 0 may be ahead."""
-        self._running: dict[Any, float] = {}
-        self._ran: list[tuple[float, float]] = []
-        self._left_alone: list[str] = []
-        self._alone: list[tuple[float, float]] = []
-        """When rank 0 ran each call that this rank has skipped, as far as this rank has waited for them. Rank 0 may have run more since."""
+        self._since = rules.since  # on another node than rank 0's
+        self._skipped: Counter[int] = Counter()
+        """How many calls this rank has skipped because rank 0 runs them alone, by their line."""
+        self._waits_for: set[int] = set()
         self._empty: dict[str, str] = {}
 
     def find(self, key: str) -> str | None:
@@ -110,8 +120,13 @@ class Overlay:
         """As :meth:`find`, but raise ``FileNotFoundError`` with ``path``, the script's name for it, if it does not exist."""
         found = self.find(key)
         if found is None:
-            raise missing(path)
+            who = "Rank 0 has written it" if self._with_rank_zero else "It has changed during the run"
+            raise missing(path, who + HIDDEN if self._hides(key) else None)
         return found
+
+    def _hides(self, key: str) -> bool:
+        """Whether the path is on the disk, and this rank does not see it because rank 0 has changed it ahead of this rank."""
+        return key not in self._entries and self.on_disk(key) == key and os.path.lexists(key) and not self.rules.of_another_rank(key)
 
     def may_differ(self, path: Any) -> bool:
         """Whether this rank may have changed ``path``. This is quick, because every call asks."""
@@ -121,10 +136,21 @@ class Overlay:
         """Whether rank 0, on another node, may have made the folder ahead of this rank. On its own node, the journal names them."""
         if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
             return False
-        return os.stat(key).st_ctime > self.since
+        return os.stat(key).st_ctime > self._since
+
+    def shows(self, found: os.stat_result) -> bool:
+        """Whether this rank sees whatever is on the disk with the status ``found``. This is quick, because every call asks."""
+        if self._with_rank_zero:
+            ahead = self._ahead()
+            return not (ahead.changed or ahead.moved or self._journal.alone)
+        return found.st_ctime <= self._since
 
     def entry(self, key: str) -> Entry | None:
         return self._entries.get(key)
+
+    def files(self) -> list[str]:
+        """The files that this rank has written, in the order of the first writing."""
+        return [key for key, entry in self._entries.items() if entry.kind == FILE]
 
     def resolved(self, key: str) -> str:
         """The path that ``key`` leads to through links."""
@@ -159,7 +185,7 @@ class Overlay:
         """Record that the path is now what ``entry`` says; ``target`` is the target of a link."""
         if key in self._entries:
             self._forget(key, keeps=entry.place)
-        entry.left_alone = len(self._left_alone)
+        entry.left_alone = self._skipped.total()
         self._entries[key] = entry
         folder, name = os.path.split(key)
         self._inside[folder].add(name)
@@ -266,8 +292,8 @@ class Overlay:
 
     def crossed(self) -> None:
         """Show this rank the disk as it was when all ranks passed a barrier."""
-        self.since = self._time_of_barrier(self._journal.crossed()) + ROUNDING
-        self._ran.clear()
+        self._journal.crossed()
+        self._since = time.time()
         for key, entry in list(self._entries.items()):
             if entry.kind == GONE:
                 self._forget(key)
@@ -275,26 +301,22 @@ class Overlay:
                 self._covering -= 1
                 entry.opaque, entry.origin = False, None
 
-    def leave_alone(self, call: str) -> None:
-        """Record that rank 0 runs a ``call`` that this rank skips. On other nodes than rank 0's, show all that is on the disk now."""
+    def leave_alone(self, line: str) -> None:
+        """Record that rank 0 runs a call at ``line`` that this rank skips. On other nodes, show all that is on the disk now."""
+        self._since = time.time()
         if self._with_rank_zero:
-            self._left_alone.append(call)
-        else:
-            self.since = time.time() + ROUNDING
+            counter = self._progress.counter(line)
+            self._skipped[counter] += 1
+            self._waits_for.add(counter)
 
     def close(self) -> None:
         """Remove all scratch files."""
         self._journal.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def child_began(self, process: Any) -> None:
-        """Record that a child process of this rank begins: what changes on the disk while it runs is shown to this rank."""
-        self._running[process] = earliest_time()
-
-    def child_ended(self, process: Any) -> None:
-        """Record that a child process has ended, unless its end is known already."""
-        if (begin := self._running.pop(process, None)) is not None:
-            self._ran.append((begin, time.time()))
+    def child_began(self) -> None:
+        """Record that a child process of this rank begins. On other nodes, show all that is on the disk until the next barrier."""
+        self._since = math.inf
 
     def working_directory(self, real: str) -> str:
         """The path that the script knows for the working directory ``real``, which may be in scratch."""
@@ -303,15 +325,6 @@ class Overlay:
                 if place in self._folders:
                     return self._folders[place] + real[len(place) :]
         return real
-
-    def _time_of_barrier(self, number: int) -> float:
-        """When rank 0 passed barrier ``number``: what it has changed since is hidden."""
-        since = time.monotonic()
-        while self._with_rank_zero and len(self._journal.update().barriers) < number and not self._journal.ended:
-            if time.monotonic() > since + self._timeout:
-                break
-            time.sleep(NAP / 10)  # it passes too, at the same moment
-        return self._journal.barriers[number - 1] if len(self._journal.barriers) >= number else time.time()
 
     def on_disk(self, key: str) -> str | None:
         """The path on the disk that this rank may see at ``key``; ``None`` if a change of this rank hides it."""
@@ -322,24 +335,21 @@ class Overlay:
         return key
 
     def hidden(self, path: str, found: os.stat_result) -> bool:
-        """Whether to hide ``path``, whose status on the disk is ``found``: rank 0 or another process has changed it ahead of this rank."""
+        """Whether to hide ``path``, whose status on the disk is ``found``: rank 0 has changed it ahead of this rank."""
         if self.rules.of_another_rank(path):
             return True
-        when = found.st_ctime
-        if self.rules.exempt(path):
+        if self.rules.exempt(path) or not self.rules.in_process():
             return False
-        if when <= self.since or not self.rules.in_process():
-            return False
-        for process in [each for each in list(self._running) if getattr(each, "exitcode", None) is not None]:  # of a pool, which joins none
-            self.child_ended(process)
-        if any(_is_during(when, span) for span in [*self._ran, *((begin, math.inf) for begin in list(self._running.values()))]):
-            return False
-        self._wait_for_what_runs_alone()
-        if self._is_made_alone(when):
-            return False
-        if stat.S_ISDIR(found.st_mode):
-            return path in self._ahead().made
-        return True
+        is_folder = stat.S_ISDIR(found.st_mode)
+        if not self._with_rank_zero:
+            return not is_folder and found.st_ctime > self._since
+        if path in self._journal.update().alone:
+            self._wait_for_what_runs_alone()
+            if self._journal.alone[path] > self._skipped.total():
+                return True
+            self._journal.turn(path)
+        ahead = self._journal.ahead
+        return path in (ahead.made if is_folder else ahead.changed)
 
     def _visible(self, disk: str) -> str | None:
         """The path to read for ``disk``, a path on the disk.
@@ -362,19 +372,20 @@ class Overlay:
             try:
                 return not self.hidden(disk, os.lstat(disk))
             except (FileNotFoundError, NotADirectoryError):
-                if attempt or len(self._left_alone) == len(self._alone):
+                if attempt or not self._waits_for:
                     break
                 self._wait_for_what_runs_alone()  # which may make it
         return False
 
     def _visible_names(self, folder: str) -> Iterator[str]:
-        recent = os.stat(folder).st_ctime > self.since  # the time of a folder changes with its entries
+        shows = self.shows(os.stat(folder))
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith(PART):
                     continue
                 try:
-                    if not (recent and self.hidden(os.path.join(folder, entry.name), entry.stat(follow_symlinks=False))):
+                    path = os.path.join(folder, entry.name)
+                    if not (self.rules.of_another_rank(path) if shows else self.hidden(path, entry.stat(follow_symlinks=False))):
                         yield entry.name
                 except FileNotFoundError:
                     pass  # rank 0 has removed it since
@@ -392,33 +403,35 @@ class Overlay:
     def _wait_for_what_runs_alone(self) -> None:
         """Wait until rank 0 has run each call that this rank has skipped: all ranks see the files that rank 0 makes there."""
         since, what = time.monotonic(), f"what rank 0 runs alone, at {script_place()}"
-        while len(self._alone) < len(self._left_alone):
-            call = self._left_alone[len(self._alone)]
-            while call not in self._journal.update().alone and not self._journal.ended and time.monotonic() < since + self._timeout:
+        for counter in list(self._waits_for):
+            while self._progress.times_alone(counter) < self._skipped[counter]:
+                if self._journal.update().ended or time.monotonic() > since + self._timeout:
+                    break
                 self._check_wait(since, what)
                 time.sleep(NAP)
-            before = self._alone[-1] if self._alone else (-math.inf, -math.inf)
-            self._alone.append(self._journal.alone.get(call, before))
+            self._waits_for.discard(counter)
+        self._journal.update()
 
     def _entry_in_force(self, key: str) -> Entry | None:
-        """The entry of ``key``. It is forgotten if rank 0 has since changed the path in something that it runs alone."""
+        """The entry of ``key``. It is forgotten if what it hides on the disk is gone, or if rank 0 has since changed the path alone."""
         entry = self._entries.get(key)
-        if entry is None or entry.kind == FOLDER or entry.left_alone == len(self._left_alone) or not self.rules.in_process():
+        if entry is None or not self.rules.in_process():
+            return entry
+        passed = self._journal.update().alone.get(key, 0) <= self._skipped.total()
+        if entry.covers and entry.origin is None and passed and key in self._journal.turned and os.path.lexists(key):
+            self._journal.turn(key)
+            if entry.kind == GONE:
+                self._forget(key)
+                return None
+            self._covering -= 1
+            entry.opaque = False
+        if entry.kind == FOLDER or entry.left_alone == self._skipped.total():
             return entry
         self._wait_for_what_runs_alone()
-        try:
-            when = os.lstat(key).st_ctime
-        except OSError:
-            return entry
-        if not self._is_made_alone(when, entry.left_alone):
+        if not entry.left_alone < self._journal.alone.get(key, 0) <= self._skipped.total():
             return entry
         self._forget(key)
         return None
-
-    def _is_made_alone(self, when: float, first: int = 0) -> bool:
-        """Whether ``when`` is inside a call that rank 0 ran alone and this rank skipped; only those from number ``first`` on count."""
-        latest = bisect_right(self._alone, when + ROUNDING, lo=first, key=itemgetter(0)) - 1
-        return latest >= first and _is_during(when, self._alone[latest])
 
     def _below(self, folder: str) -> list[str]:
         return [key for key in list(self._entries) if is_inside(key, folder)]
@@ -440,10 +453,6 @@ class Overlay:
         return entry
 
 
-def _is_during(when: float, span: tuple[float, float]) -> bool:
-    return span[0] - ROUNDING <= when <= span[1] + ROUNDING
-
-
-def missing(path: Any) -> FileNotFoundError:
-    """The error that the system raises for a missing path."""
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+def missing(path: Any, why: str | None = None) -> FileNotFoundError:
+    """The error that the system raises for a missing path; ``why`` says more."""
+    return FileNotFoundError(errno.ENOENT, ". ".join(filter(None, (os.strerror(errno.ENOENT), why))), path)

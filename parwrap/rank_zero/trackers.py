@@ -63,7 +63,7 @@ def _mlflow(mlflow: Any) -> list[Patch | AbstractContextManager]:
 def _elsewhere(mlflow: Any) -> Iterator[None]:
     before = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
     with tempfile.TemporaryDirectory(prefix="parwrap-mlflow-", ignore_cleanup_errors=True) as folder:
-        mlflow.set_tracking_uri(Path(folder).as_uri())
+        mlflow.set_tracking_uri((Path(folder) / "mlruns").as_uri())  # mlflow makes its default experiment only in a new folder
         try:
             yield
         finally:

@@ -8,12 +8,11 @@ use a second name of the file instead, in the job's folder.
 from __future__ import annotations
 
 import io
-import math
 import os
 import shutil
 import stat
 import tempfile
-import time
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,9 +21,10 @@ from typing import Any
 from parwrap.places import Place
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.commands import warn_of_command
-from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, earliest_time, moved_path, wait_for_tick
+from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, moved_path, running_line
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, is_inside, passing
+from parwrap.ranks.group import is_alone, is_on_one_rank
 
 __all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
 
@@ -55,6 +55,7 @@ class KeptReadable:
 
     def __init__(self, journal: Journal, progress: Progress, folder: str) -> None:
         self._journal, self._progress, self._folder = journal, progress, folder
+        self._lock = threading.Lock()  # scripts save in threads
         self._kept: dict[int, str | None] = {}
         self._lost_at: dict[int | str, int] = {}  # how many changes rank 0 had made when the file was removed
         self._names: dict[str, None] = {}
@@ -69,14 +70,16 @@ class KeptReadable:
 
     def save(self, save: str, path: str) -> None:
         """Keep the checkpoint at ``path`` readable, and tell the other ranks where; ``save`` is its name from :class:`Sites`."""
-        self._release()
-        self._journal.saved(save, self._keep(save, path) or path)
-        self._checkpoints.add(_identity(path))
+        with self._lock:
+            self._release()
+            self._journal.saved(save, self._keep(save, path) or path)
+            self._checkpoints.add(_identity(path))
 
     def before(self, path: str) -> str:
         """Keep the file at ``path`` readable before it is replaced or removed. Returns where: in ``NOT_KEPT`` if too many are kept."""
-        self._release()
-        return self._keep(None, path) or os.path.join(self._folder, NOT_KEPT, os.path.basename(path))
+        with self._lock:
+            self._release()
+            return self._keep(None, path) or os.path.join(self._folder, NOT_KEPT, os.path.basename(path))
 
     def close(self) -> None:
         """Tell the other ranks the paths of checkpoints that still exist. No descriptor is closed yet: a rank may be about to open it."""
@@ -172,12 +175,13 @@ class WriterFiles:
     def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
-        self._alone = Sites()
         self._said: set[Place] = set()
         self._changed: set[str] = set()
+        self._hidden: set[str] = set()  # what is in the journal since the last barrier
+        self._old: set[str] = set()  # of this, what had existed before
+        self._alone: set[str] = set()  # what has changed last in something that this rank runs alone
+        self._calls_alone, self._is_alone = 0, False
         self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._shown_until = -math.inf  # what was made until then, by the clock of files, is visible for all ranks
-        self._has_changed = False  # since then
 
     def close(self) -> None:
         """Let all calls run unchanged from now on, and flush files that the script has left open: the process may end without flushing."""
@@ -192,22 +196,27 @@ class WriterFiles:
     def crossed(self) -> None:
         """Tell the other ranks that rank 0 has passed a barrier: what it changes from now on is ahead of them."""
         self._journal.crossed()
-        self._shown_until, self._has_changed = time.time(), False
+        self._hidden.clear()
+        self._old.clear()
 
     @contextmanager
     def running_alone(self) -> Iterator[None]:
-        """Tell the other ranks that rank 0 runs the block alone: they see the files that it makes there."""
-        if self._has_changed:
-            wait_for_tick(time.time())
-        call, since = self._alone.next(), earliest_time()
+        """Tell the other ranks that rank 0 runs the block alone: they see the files that it makes there, in other threads too."""
+        counter = self._progress.counter(running_line())
+        self._calls_alone += 1
+        self._is_alone = True
         try:
             yield
         finally:
-            self._journal.ran_alone(call, since)
-            self._shown_until, self._has_changed = time.time(), False
+            self._is_alone = False
+            self._progress.ran_alone(counter)
 
     def left_alone(self) -> None:
         """Does nothing: rank 0 itself runs what the other ranks skip."""
+
+    def written(self) -> list[str]:
+        """The names of the files that only this rank sees: none."""
+        return []
 
     def open(self, call: Opening) -> Any:
         if not call.writes or call.opener is not None:
@@ -254,11 +263,10 @@ class WriterFiles:
             self._changes(*change.source, in_place=True, counts=False)  # type: ignore[misc]
         with passing():
             folder_gone = gone if gone and os.path.isdir(gone) and not os.path.islink(gone) else None
-            if made and (change.name == "mkdir" or folder_gone) and not os.path.lexists(made):
-                self._journal.makes(made)
             if made and folder_gone:
                 self._journal.moves(folder_gone, made)
-                self._changed |= {moved_path(each, folder_gone, made) for each in self._changed}
+                self._changed |= {moved_path(each, folder_gone, made) for each in list(self._changed)}
+                self._hidden |= {moved_path(each, folder_gone, made) for each in list(self._hidden)}
             elif folder_gone:
                 self._keep_old_below(folder_gone)
             try:
@@ -266,8 +274,12 @@ class WriterFiles:
                 if made and change.name == "copyfile":
                     self._copied(change, made)
                 if folder_gone:
-                    self._changed = {each for each in self._changed if not is_inside(each, folder_gone)}
+                    self._changed = {each for each in list(self._changed) if not is_inside(each, folder_gone)}
                 self._changed.discard(gone or "")
+                if gone in self._old:
+                    self._hidden.discard(gone)
+                    if not made:
+                        self._removed(gone)
                 return result
             except Exception:
                 if made and folder_gone:
@@ -275,6 +287,13 @@ class WriterFiles:
                 raise
             finally:
                 self._progress.count()
+
+    def _removed(self, gone: str) -> None:
+        """Tell the other ranks that ``gone``, which existed before, is gone with all below: what is there later is not what they remove."""
+        self._journal.removed(gone)
+        here = {each for each in list(self._hidden) if each == gone or is_inside(each, gone)}
+        self._hidden -= here
+        self._old -= here
 
     def _copied(self, change: Change, made: str) -> None:
         """If ``change`` has copied a checkpoint, keep the copy ``made`` readable as another checkpoint."""
@@ -288,13 +307,10 @@ class WriterFiles:
     def temporary_name(self, name: str) -> str:
         return self._rules.temporary_name(name)
 
-    def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
+    def run_command(self, run: Callable[[], Any], command: Any) -> Any:
         if command is not None and self._rules.acts():
             warn_of_command(command, self._size, self._said)
         return run()
-
-    def command_ended(self, process: Any) -> None:
-        pass
 
     def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any:
         """``torch.save``: a file given by its path is written by :func:`write_atomically`.
@@ -338,15 +354,23 @@ class WriterFiles:
             The key of the path, or ``None`` if the rules of rank 0's files do not apply to it.
         """
         key = self._rules.writes(path, dir_fd)
+        changed = key or (self._rules.writes(path, dir_fd, alone=True) if is_alone() else None)
+        if changed is not None and self._is_alone:
+            self._changes_alone(changed)
+        elif changed is not None and (key is not None or not is_on_one_rank()):  # the other ranks change it too, or run the block next
+            with passing():
+                self._keep_old(changed, in_place)
         if key is None:
             return None
-        wait_for_tick(self._shown_until)
-        self._has_changed = True
-        with passing():
-            self._keep_old(key, in_place)
         if counts:
             self._progress.count()
         return key
+
+    def _changes_alone(self, key: str) -> None:
+        """Record a change of the path named ``key`` in something that the other ranks do not run."""
+        if key not in self._alone:
+            self._alone.add(key)
+            self._journal.changes_alone(key, self._calls_alone)
 
     def _keep_old_below(self, folder: str) -> None:
         """Keep what is in ``folder``, which is about to be removed."""
@@ -355,11 +379,24 @@ class WriterFiles:
                 self._keep_old(os.path.join(above, name))
 
     def _keep_old(self, key: str, in_place: bool = False) -> None:
-        """Keep what is at ``key``, unless this rank has changed it already: the other ranks then have their own version."""
-        if key not in self._changed:
-            self._changed.add(key)
-            with suppress(OSError):
-                self._keep(key, os.lstat(key), in_place)
+        """Hide ``key`` from slower ranks. Keep what is there, unless this job has made it: those ranks then have their own version."""
+        self._alone.discard(key)
+        if key in self._changed and key in self._hidden:
+            return
+        try:
+            found = os.lstat(key)
+        except OSError:
+            if key not in self._hidden:
+                self._journal.makes(key)
+        else:
+            if key not in self._changed:
+                self._old.add(key)
+                with suppress(OSError):
+                    self._keep(key, found, in_place)
+            elif not stat.S_ISDIR(found.st_mode):
+                self._journal.makes(key)
+        self._changed.add(key)
+        self._hidden.add(key)
 
     def _keep(self, key: str, found: os.stat_result, in_place: bool) -> None:
         if stat.S_ISDIR(found.st_mode):

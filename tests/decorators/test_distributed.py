@@ -392,3 +392,17 @@ def test_a_batch_size_that_is_fixed_in_the_code_is_explained(batch, notes):
             'parwrap: with batch="global" this rank has a part of each batch, 4 samples of the last one. If a batch size is fixed in the '
             'code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'
         ]
+
+
+@pytest.mark.ranks(2)
+def test_a_library_that_would_act_on_the_process_group_alone_does_not_see_it():
+    """Such as transformers, whose ``save_pretrained`` then writes nothing on ranks above 0."""
+    import torch.distributed as dist
+
+    def asked_by(module):
+        names = {"__name__": module, "dist": dist}
+        exec("def asks(): return dist.is_initialized()", names)
+        return names["asks"]()
+
+    with parwrap.distributed():
+        assert (False, True) == (asked_by("transformers.modeling_utils"), asked_by("torchmetrics.metric"))

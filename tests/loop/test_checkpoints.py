@@ -62,7 +62,7 @@ def test_a_checkpoint_is_rank_zeros_and_another_file_each_ranks(tmp_path, strate
     with parwrap.distributed(strategy=strategy):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.Adam(model.parameters())
-        for step in range(2):
+        for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(1, 3) + parwrap.rank()).sum().backward()
             optimizer.step()

@@ -161,6 +161,34 @@ def to_a_folder_that_is_missing(rank):
     return seen
 
 
+def tokenized(rank):
+    tokenizers = pytest.importorskip("tokenizers")
+    seen = []
+    for step in range(3):
+        for name in ("a", "b"):
+            with open(f"{name}.txt", "w") as file:
+                file.write(f"{name}{step} word {name * step} " * 200)
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="?"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.train(["a.txt", "b.txt"], tokenizers.trainers.WordLevelTrainer(special_tokens=["?"], show_progress=False))
+        tokenizer.save("tokenizer.json")
+        seen.append(sorted(tokenizers.Tokenizer.from_file("tokenizer.json").get_vocab()))
+    return seen
+
+
+def polars_frames(rank):
+    pl = pytest.importorskip("polars")
+    seen = []
+    for step in range(3):
+        frame = pl.DataFrame({"a": [step] * 2000})
+        frame.write_csv("frame.csv")
+        frame.write_parquet("frame.parquet")
+        frame.write_json("frame.json")
+        seen += [int(read["a"][0]) for read in (pl.read_csv("frame.csv"), pl.read_parquet("frame.parquet"), pl.read_json("frame.json"))]
+        seen.append(pl.scan_parquet("frame.parquet").collect().shape)
+    return seen
+
+
 def profiled(rank):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.ones(2).sum()

@@ -3,6 +3,7 @@
 # scripts open files in every way
 
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -152,6 +153,127 @@ def test_what_rank_zero_has_made_ahead_is_hidden_until_the_next_barrier(tmp_path
     everything = ["a.txt", "folder"], True, True
     assert [everything, ([], False, False)][rank()] == seen
     assert everything == then
+
+
+@pytest.mark.ranks(2)
+def test_the_error_about_a_file_that_rank_zero_hides_says_what_to_write(tmp_path):
+    with files() as opened:
+        if rank() == 0:
+            (tmp_path / "a.txt").write_text("ahead")
+            torch.save(1, tmp_path / "a.pt")
+        barrier()
+        if rank() == 1:
+            for read in (Path.read_text, torch.load, os.stat, os.listdir):
+                with pytest.raises(FileNotFoundError, match=r"Rank 0 has written it, .* Call parwrap.barrier\(\) before the line"):
+                    read(tmp_path / ("a.pt" if read is torch.load else "a.txt"))
+            with pytest.raises(FileNotFoundError) as caught:
+                open(tmp_path / "none")
+            assert "barrier" not in str(caught.value)
+        opened.crossed()
+        assert (1, "ahead") == (torch.load(tmp_path / "a.pt"), (tmp_path / "a.txt").read_text())
+        barrier()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.ranks(2)
+def test_native_code_that_does_not_find_this_ranks_file_gets_a_note(tmp_path):
+    @parwrap.distributed
+    def script():
+        (tmp_path / "vocabulary.txt").write_text("a")
+        raise RuntimeError("Error: No such file or directory (os error 2)")
+
+    with pytest.raises(RuntimeError) as caught:
+        script()
+    notes = getattr(caught.value, "__notes__", [])
+    assert [False, True][rank()] == any("vocabulary.txt. To read rank 0's instead, call parwrap.barrier()" in note for note in notes)
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_are_saved_in_threads(tmp_path):
+    states = [{"x": torch.full((100,), number)} for number in range(8)]
+    with files(lambda thing: True), ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            list(threads.map(lambda number: torch.save(states[number], tmp_path / f"{number}.pt"), range(8)))
+        with passing():
+            assert rank() == 1 or [*range(8)] == [int(torch.load(tmp_path / f"{number}.pt")["x"][0]) for number in range(8)]
+
+
+def outside(command):
+    """Another program does this on one rank, before any rank goes on."""
+    with passing():
+        if rank() == 1:
+            subprocess.run([sys.executable, "-S", "-c", f"import os; {command}"], check=True)
+        barrier()
+
+
+@pytest.mark.ranks(2)
+def test_what_another_program_makes_or_touches_is_there_for_all_ranks(tmp_path, monkeypatch):
+    left_before(tmp_path, "data", "linked")
+    monkeypatch.chdir(tmp_path)
+    with files():
+        outside("os.chmod('data', 0o600); os.link('linked', 'other'); os.mkdir('new'); open('new/a', 'w').write('a')")
+        seen = Path("data").read_text(), os.path.getsize("linked"), Path("other").read_text(), os.listdir("new"), Path("new/a").read_text()
+        names = os.listdir()
+
+    assert ("data", 6, "linked", ["a"], "a") == seen
+    assert ["data", "linked", "new", "other"] == names
+
+
+def prepare(number):
+    os.makedirs("cache", exist_ok=True)
+    Path(f"cache/{number}").write_text(f"{number}")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.ranks(2)
+def test_processes_of_a_rank_prepare_a_folder_that_the_script_has_removed(tmp_path, monkeypatch, late):
+    if rank() == 0:
+        (tmp_path / "cache").mkdir()
+    barrier()
+    left_before(tmp_path / "cache", "0", "old")
+    monkeypatch.chdir(tmp_path)
+    with files():
+        if rank() == late:
+            time.sleep(0.1)
+        assert ["0", "old"] == os.listdir("cache")
+        shutil.rmtree("cache")
+        if rank() == late:
+            time.sleep(0.1)
+        assert not os.path.exists("cache")
+        os.makedirs("cache")
+        assert "old" not in os.listdir("cache")
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(prepare, range(4))
+        barrier()  # the processes of both ranks write the same files
+        assert ["0", "1", "2", "3"] == os.listdir("cache")
+        assert ["0", "1"] == [Path(f"cache/{number}").read_text() for number in range(2)]
+        Path("cache/4").write_text("4")
+        assert [f"{number}" for number in range(5)] == os.listdir("cache")
+
+
+@pytest.mark.ranks(2)
+def test_the_record_of_changes_does_not_grow_with_their_number(tmp_path):
+    left_before(tmp_path, "old")
+
+    def work(times):
+        for _ in range(times):
+            for name in ("log", "old"):
+                with open(tmp_path / name, "a") as file:
+                    file.write("x")
+            (tmp_path / "temporary").write_text("x")
+            os.replace(tmp_path / "temporary", tmp_path / "final")
+            write_alone(tmp_path / "alone")
+            assert (tmp_path / "alone").exists()
+
+    with files():
+        work(2)
+        with passing():
+            journal = next(current().folder.glob("files-*/journal"))
+            before = journal.stat().st_size
+        work(100)
+        with passing():
+            assert before == journal.stat().st_size
+        barrier()
 
 
 @pytest.mark.ranks(2)

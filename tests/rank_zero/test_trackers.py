@@ -88,6 +88,10 @@ def test_a_real_run_of_mlflow_is_rank_zeros(tmp_path, monkeypatch):
             assert place != script()
     barrier()
 
+    if rank() > 0:
+        with trackers_silent(), mlflow.start_run():  # in the default experiment
+            mlflow.log_metric("loss", 5.0)
+
     assert place == mlflow.get_tracking_uri()
     runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert {"first": 1.0, "resumed": 10.0} == {
