@@ -26,6 +26,7 @@ __all__ = [
     "is_standard",
     "module_name",
     "outside_of",
+    "running_line",
     "script_place",
     "warn",
 ]
@@ -90,6 +91,14 @@ def script_place(frame: FrameType | None = None) -> Place:
         frame = frame.f_back
     found = outside or innermost
     return Place(found.f_code.co_filename, found.f_lineno)
+
+
+def running_line() -> str:
+    """The line of the script or of a library that the running call comes from: ``file:line``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def warn(text: str) -> None:

@@ -505,6 +505,7 @@ class _Scope(Interceptor):
         same_step = SameStep(group, passes, SameWork(say), interrupts)
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
+        streams.begin(options.seed is not None)
         self._undo.callback(setattr, group, "control_message", group.control_message)
         group.control_message = same_step.control
         divisors = Divisors(group, passes, lambda: self._options)

@@ -158,8 +158,11 @@ class Interceptor:
     def restored(self) -> None:
         """``torch.set_rng_state`` was called and has taken effect."""
 
-    def fresh_seed(self) -> int:
-        """``numpy.random.default_rng()`` was called without a seed. Returns the seed to use."""
+    def fresh_seed(self, library: str, bits: int) -> int | None:
+        """A generator of ``library`` seeds itself from the system. Returns as many random ``bits``, or ``None`` for the system's."""
+
+    def draws_own(self, library: str) -> bool:
+        """Whether ``library`` draws from this rank's own streams now: a seed from the system is then for these alone."""
 
     # process groups
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.random.bit_generator as bit_generator
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,7 +36,7 @@ from parwrap.intercept.intercepted_calls import Backward, Clip, Criterion, Norm,
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, caller, installed, when_imported
 from parwrap.intercept.skipped_steps import closures, hooked, is_image, is_left_out, leaving_out, skipping
-from parwrap.places import is_ours
+from parwrap.places import is_ours, is_standard, outside_of
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
 from parwrap.torch_private.dataloader import forget_workers
@@ -497,16 +499,34 @@ def _syncs_metric(interceptor: Interceptor) -> Patches:
 
 
 def _seeded(interceptor: Interceptor) -> Patches:
+    """Patch the functions that seed a library's own stream. Without a seed, or with ``None``, they take one that ``fresh_seed`` returns."""
+
     def patch(owner: Any, name: str, library: str) -> Patch:
         def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            result = wrapped(*args, **kwargs)
-            if not _by_torch_distributed(caller()):  # PowerSGD seeds a fork of the stream
+            by_torch = _by_torch_distributed(caller())  # PowerSGD seeds a fork of the stream
+            fresh, own = None, False
+            if library != "torch" and (args[0] if args else kwargs.get("seed", kwargs.get("a"))) is None:
+                fresh, own = interceptor.fresh_seed(library, 32), interceptor.draws_own(library)
+            result = wrapped(*args, **kwargs) if fresh is None else wrapped(fresh)
+            if not by_torch and not own:
                 interceptor.seeded(library)
             return result
 
         return Patch(owner, name, seed)
 
-    return [patch(torch, "manual_seed", "torch"), patch(np.random, "seed", "numpy"), patch(random, "seed", "python")]
+    def torch_seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
+        own, fresh = interceptor.draws_own("torch"), interceptor.fresh_seed("torch", 62)
+        if fresh is None:
+            fresh = wrapped()
+        else:
+            manual_seed(fresh)
+        if not own:
+            interceptor.seeded("torch")
+        return int(fresh)
+
+    manual_seed = torch.manual_seed
+    seeds = [patch(torch, "manual_seed", "torch"), patch(np.random, "seed", "numpy"), patch(random, "seed", "python")]
+    return [*seeds, *(Patch(owner, "seed", torch_seed) for owner in (torch, torch.random))]
 
 
 def _restored(interceptor: Interceptor) -> Patches:
@@ -518,11 +538,38 @@ def _restored(interceptor: Interceptor) -> Patches:
 
 
 def _fresh_seed(interceptor: Interceptor) -> Patches:
-    def default_rng(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        seed = args[0] if args else kwargs.get("seed")
-        return wrapped(interceptor.fresh_seed() if seed is None else seed)
+    """Replace what numpy's generators and ``random.Random`` seed themselves with; also those of classes derived from them.
 
-    return [Patch(np.random, "default_rng", default_rng)]
+    ``random.SystemRandom``, ``secrets`` and ``uuid`` stay the system's, and so do generators that the standard library makes for itself,
+    such as for names of temporary files.
+    """
+
+    def entropy(bits: int) -> int:
+        fresh = interceptor.fresh_seed("numpy", bits)
+        return system(bits) if fresh is None else fresh
+
+    def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        fresh = None
+        if (args[0] if args else kwargs.get("a")) is None:
+            caller = outside_of(sys._getframe(1), "random", "wrapt", "parwrap")
+            if caller is None or not is_standard(caller.f_code.co_filename):
+                fresh = interceptor.fresh_seed("python", 512)
+        if fresh is None:
+            wrapped(*args, **kwargs)
+        else:
+            wrapped(fresh)
+
+    @contextlib.contextmanager  # a patch would also replace the name where a script has imported it from secrets
+    def replaced() -> Iterator[None]:
+        names["randbits"] = entropy
+        try:
+            yield
+        finally:
+            names["randbits"] = system
+
+    names = vars(bit_generator)
+    system = names["randbits"]
+    return [replaced(), Patch(random.Random, "seed", seed)]
 
 
 # process groups

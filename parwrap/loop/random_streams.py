@@ -6,16 +6,21 @@ draw from this rank's own streams now. ``passes.py`` decides when.
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.places import running_line, script_place
 
 __all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states", "states_kept"]
 
@@ -30,6 +35,9 @@ ALL: Libraries = frozenset({"torch", "numpy", "python"})
 
 ANOTHER_SCOPE = 1_000_003
 """The factor of the shared stream's checksum in the seed of own streams that begin in a later scope."""
+
+_scopes = itertools.count()
+"""Numbers the scopes of this process that were opened without a seed: unseeded generators draw something else in each."""
 
 _begun_at: dict[int, int] = {}
 """For each seed, a checksum of torch's shared stream where own streams first began from that seed, in any scope of this process."""
@@ -85,7 +93,7 @@ class _Numpy:
         np.random.set_bit_generator(state)  # type: ignore[attr-defined]
 
     def seeded(self, seed: int) -> Any:
-        generator: Any = np.random.MT19937()
+        generator: Any = np.random.MT19937(0)
         generator.state = np.random.RandomState(seed % 2**32).get_state(legacy=False)  # as numpy.random.seed does
         return generator
 
@@ -121,7 +129,9 @@ class RandomStreams(Interceptor):
         self._own: Libraries = NONE
         self._kept: dict[str, Any] = {}
         self._shared_seed: int | None = None
-        self._fresh = 0  # how many seeds were made for generators without one
+        self._entropy = 0
+        self._fresh: Counter[str] = Counter()  # how many seeds were made for generators without one, at each line
+        self._process = os.getpid()
         self._before_seed: Any = None  # torch's shared stream before the script seeded in a training pass
 
     def seed(self) -> int:
@@ -130,13 +140,29 @@ class RandomStreams(Interceptor):
             return self._shared_seed
         return torch.initial_seed()
 
-    def fresh_seed(self) -> int:
-        """A seed for a generator without one: the same on all ranks where torch draws the same, else this rank's own.
+    def begin(self, seeded: bool) -> None:
+        """Called when all ranks have the same streams, which ``distributed`` has seeded if ``seeded``: unseeded generators begin there."""
+        states = repr(get_states()[1:3]), torch.initial_seed(), 0 if seeded else next(_scopes)
+        self._entropy = zlib.crc32(repr(states).encode()) << 64 | torch.initial_seed()
 
-        It is computed and not drawn, so torch's stream is where it would be in one process.
+    def fresh_seed(self, library: str, bits: int) -> int | None:
+        """``bits`` random bits for a generator that would seed itself from the system; ``None`` in a process that this rank has forked.
+
+        They are the same on all ranks where ``library`` draws the same, else this rank's own. They are computed and not drawn, so the
+        streams are where they would be in one process. Ranks agree on them even if one makes more generators at another line.
         """
-        self._fresh += 1
-        return random.Random(f"{self.seed() + (self._rank if 'torch' in self._own else 0)} {self._fresh}").getrandbits(62)
+        if os.getpid() == self._process:
+            source = f"{self._entropy} {self._rank if self.draws_own(library) else 'all'}"
+        elif get_worker_info() is not None:
+            source = f"{torch.initial_seed()}"  # of this worker of a loader
+        else:
+            return None
+        line = f"{source} {running_line()} {script_place()}"
+        self._fresh[line] += 1
+        return random.Random(f"{line} {self._fresh[line]}").getrandbits(bits)
+
+    def draws_own(self, library: str) -> bool:
+        return library in self._own
 
     def infer_parameters(self, infer: Callable[[], None]) -> None:
         """Let all ranks draw the same parameters of a lazy module, also in a training pass."""
@@ -179,7 +205,7 @@ class RandomStreams(Interceptor):
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Restore both sets after the block. Only this rank runs the block, so its draws and seeds must not change the shared streams."""
-        own, kept, seeds = self._own, dict(self._kept), (self._shared_seed, self._before_seed, self._fresh)
+        own, kept, seeds = self._own, dict(self._kept), (self._shared_seed, self._before_seed, self._fresh.copy())
         states, numpys = get_states(), kept["numpy"].state if kept else None
         try:
             yield
@@ -218,7 +244,7 @@ class RandomStreams(Interceptor):
             seed = self._shared_seed = torch.initial_seed()
             own = stream.seeded((seed + self._rank) % 2**63)
         elif library == "numpy":
-            drawn = np.random.RandomState(np.random.MT19937())
+            drawn = np.random.RandomState(np.random.MT19937(0))
             drawn.set_state(np.random.get_state())
             own = stream.seeded(int(drawn.randint(2**31)) + self._rank)
             if library in self._own:  # the bit generator itself is the stream: the shared set gets the one that was seeded
@@ -226,7 +252,7 @@ class RandomStreams(Interceptor):
                 other.state = shared.state
                 shared = other
         else:
-            copy = random.Random()
+            copy = random.Random(0)
             copy.setstate(shared)
             own = stream.seeded(copy.getrandbits(32) + self._rank)
         if library in self._own:

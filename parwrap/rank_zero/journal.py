@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import sys
 import threading
 import zlib
 from collections import Counter
@@ -18,22 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parwrap.places import is_ours, is_standard
+from parwrap.places import running_line
 from parwrap.rank_zero.path_rules import ancestors, is_inside
 from parwrap.ranks.platform import OPEN_OWN, read_at, shared_memory
 
-__all__ = ["NOT_KEPT", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "moved_path", "running_line"]
+__all__ = ["NOT_KEPT", "Ahead", "Journal", "JournalReader", "Progress", "Sites", "moved_path"]
 
 NOT_KEPT = "not-kept"
 """The name of a folder that does not exist. The journal names a path in it for a file whose old content is lost."""
-
-
-def running_line() -> str:
-    """The line of the script or of a library that the running call comes from: ``file:line``."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Sites:

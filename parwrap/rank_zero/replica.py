@@ -11,8 +11,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from parwrap.errors import RankMismatchError
+from parwrap.places import running_line
 from parwrap.rank_zero.calls import WRITING, Change, Opening
-from parwrap.rank_zero.journal import Progress, Sites, running_line
+from parwrap.rank_zero.journal import Progress, Sites
 from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.scratch import FILE, FOLDER, HIDDEN, LINK, MARK, NAP, Entry, Overlay, missing

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from parwrap.places import Place
+from parwrap.places import Place, running_line
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.commands import warn_of_command
-from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, moved_path, running_line
+from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, moved_path
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, is_inside, passing
 from parwrap.ranks.group import is_alone, is_on_one_rank

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import secrets
+import tempfile
 import threading
+import uuid
 import warnings
+from random import Random
 
 import numpy as np
 import pytest
 import torch
+from numpy.random import RandomState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 import parwrap
+from parwrap.loop.random_streams import seed_all
 from training import Training, everyones, samples
 
 
@@ -170,6 +177,104 @@ def test_a_generator_without_a_seed_draws_as_torch_does_and_one_with_a_seed_is_t
 
         assert [True, False, False] == same([each.integers(2**60) for each in generators])
         assert np.random.default_rng(3).integers(2**60) == np.random.default_rng(seed=3).integers(2**60)
+
+
+class Derived(random.Random):
+    pass
+
+
+def reseeded(seed, draw):
+    def drawn():
+        seed()
+        return draw()
+
+    return drawn
+
+
+UNSEEDED = {
+    "RandomState": lambda: np.random.RandomState().randint(2**31),
+    "RandomState(None)": lambda: RandomState(None).randint(2**31),
+    "SeedSequence": lambda: int(np.random.SeedSequence().generate_state(1)[0]),
+    **{kind: lambda kind=kind: getattr(np.random, kind)().random_raw() for kind in ("PCG64", "MT19937", "Philox", "SFC64", "PCG64DXSM")},
+    "default_rng": lambda: np.random.default_rng().integers(2**60),
+    "Random": lambda: Random().getrandbits(60),
+    "class derived from Random": lambda: Derived().getrandbits(60),
+    "seed of a Random": lambda: reseeded((generator := Random(3)).seed, lambda: generator.getrandbits(60))(),
+    "random.seed(None)": reseeded(lambda: random.seed(None), lambda: random.getrandbits(60)),
+    "np.random.seed": reseeded(lambda: np.random.seed(), lambda: np.random.randint(2**31)),
+    "torch.seed": reseeded(lambda: torch.seed(), lambda: torch.randint(2**60, (1,)).item()),
+    "random.seed": reseeded(lambda: random.seed(), lambda: random.getrandbits(60)),
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEDED)
+@pytest.mark.ranks(2)
+def test_what_seeds_itself_draws_alike_outside_training_passes_and_each_ranks_own_inside(kind):
+    draw = UNSEEDED[kind]
+    with parwrap.distributed():
+        training = Training()
+        if parwrap.rank() == 1:
+            np.random.RandomState(), Random()  # what one rank makes at another line counts for nothing
+        outside = [draw() for _ in range(3)]
+        inside = [draw() for _ in DataLoader(range(4), 2, shuffle=True) if not training.step()]
+        later = draw()
+        shared = torch.rand(1).item(), np.random.rand(), random.random()
+        assert [True] * 7 == same([*outside, later, *shared])
+        assert [kind.startswith("random.") or kind.endswith("Random")] == same(inside[:1])  # Python's own stream is shared there too
+        assert 4 == len({*outside, later})
+
+
+@pytest.mark.ranks(2)
+def test_what_seeds_itself_moves_no_stream_and_secrets_stay_each_ranks():
+    with parwrap.distributed(seed=3):
+        np.random.RandomState(), np.random.PCG64(), Random()
+        drawn = draws()
+        secret = secrets.randbits(60), uuid.uuid4().hex, random.SystemRandom().getrandbits(60), tempfile.mktemp()
+        assert [False] * 4 == same(secret)
+    seed_all(3)
+
+    assert drawn == draws()
+
+
+@pytest.mark.ranks(2)
+def test_processes_of_a_pool_seed_their_generators_from_the_system():
+    with parwrap.distributed(), multiprocessing.get_context("fork").Pool(2) as pool:
+        numbers = pool.map(drawn_in_a_pool, range(4), chunksize=1)
+
+    assert 4 == len(set(numbers))
+
+
+def drawn_in_a_pool(number):
+    return np.random.RandomState().randint(2**31), Random().getrandbits(60)
+
+
+@pytest.mark.ranks(2)
+def test_what_seeds_itself_in_a_worker_of_a_loader_differs_from_worker_to_worker():
+    class Drawn(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.tensor(np.random.RandomState().randint(2**31))
+
+    with parwrap.distributed():
+        with torch.no_grad():
+            evaluated = torch.cat(list(DataLoader(Drawn(), 1, num_workers=2))).tolist()
+
+        assert [True] * 4 == same(evaluated)
+        assert 4 == len(set(evaluated))
+
+
+@pytest.mark.ranks(2)
+def test_generators_are_the_librarys_again():
+    from numpy.random import bit_generator
+
+    before = bit_generator.randbits, random.Random.seed, random.seed, torch.seed, torch.random.seed, np.random.seed
+    with parwrap.distributed():
+        assert bit_generator.randbits is not before[0]
+        assert before[0] is secrets.randbits
+
+    assert before == (bit_generator.randbits, random.Random.seed, random.seed, torch.seed, torch.random.seed, np.random.seed)
 
 
 @pytest.mark.ranks(2)
