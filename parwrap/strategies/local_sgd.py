@@ -23,6 +23,7 @@ from parwrap.checks.same_weights import is_due
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import leading_sizes
+from parwrap.loop.modules import has_values
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place, warn
@@ -61,7 +62,7 @@ class _Round:
 
     def begin(self, optimizer: Optimizer, outer: bool) -> None:
         self.steps, self.weight = 0, 0.0
-        self.trained = {p for p in parameters_of(optimizer) if p.requires_grad}
+        self.trained = {p for p in parameters_of(optimizer) if p.requires_grad and has_values(p)}
         self.before = {p: p.detach().to(_wide(p), copy=True) for p in self.trained} if outer else {}
 
     def outer_step(self, p: torch.Tensor, mean: torch.Tensor, lr: float, momentum: float) -> torch.Tensor:
@@ -127,7 +128,7 @@ class LocalSGD(DDP):
         current = self._rounds.setdefault(optimizer, _Round())
         if current.steps:
             return
-        parameters = list(parameters_of(optimizer))
+        parameters = [p for p in parameters_of(optimizer) if has_values(p)]
         ids = set(map(id, parameters))
         self._average([each for each in self._open if any(id(p) in ids for p in parameters_of(each[0]))])
         if current.version != (version := self.loop.optimizers.version(optimizer)):
@@ -184,7 +185,12 @@ class LocalSGD(DDP):
         if not rounds:
             return
         group, options = self.loop.group, self.loop.options()
-        changed = [(p, each) for optimizer, each in rounds for p in parameters_of(optimizer) if p.requires_grad or p in each.trained]
+        changed = [
+            (p, each)
+            for optimizer, each in rounds
+            for p in parameters_of(optimizer)
+            if (p.requires_grad and has_values(p)) or p in each.trained
+        ]
         self._agree("an average of weights", [(tuple(p.shape), str(p.dtype)) for p, _ in changed], _different_weights)
         mine = {id(each): max(each.weight / each.steps, LEAST) for _, each in rounds}
         totals = torch.tensor(list(mine.values()), dtype=torch.float64)

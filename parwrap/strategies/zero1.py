@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.skipped_steps import is_image
+from parwrap.loop.modules import has_values
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place
 from parwrap.ranks.agreement import agree, agree_on, first_difference, first_other
@@ -230,7 +231,7 @@ class _Shards:
 
         A copy of the optimizer gets the same assignment.
         """
-        groups = [[p for p in group["params"] if p not in self._owners] for group in self._optimizer.param_groups]
+        groups = [[p for p in group["params"] if p not in self._owners and has_values(p)] for group in self._optimizer.param_groups]
         if not any(groups):
             return
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in group] for group in groups]
@@ -247,7 +248,7 @@ class _Shards:
 
     def others(self) -> list[torch.Tensor]:
         """The parameters that this rank does not step."""
-        return [p for p in parameters_of(self._optimizer) if self._owners[p] != self._group.world.rank]
+        return [p for p in parameters_of(self._optimizer) if self._owners.get(p) != self._group.world.rank]
 
     @torch.no_grad()
     def send(self) -> None:
@@ -256,7 +257,7 @@ class _Shards:
         trained = [p for p in parameters_of(self._optimizer) if p.requires_grad or p.grad is not None]
         with self._group.control_message("sending the weights of a step"):
             for owner in range(self._group.world.size):
-                for bucket in _buckets(p for p in trained if self._owners[p] == owner):
+                for bucket in _buckets(p for p in trained if self._owners.get(p) == owner):
                     flat = torch.cat([p.reshape(-1) for p in bucket])
                     dist.broadcast(flat, owner)
                     if owner != rank:
@@ -272,7 +273,9 @@ class _Shards:
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a whole state dict that this rank holds."""
         keys = [key for group in state["param_groups"] for key in group["params"]]
-        others = {key for key, p in zip(keys, parameters_of(self._optimizer), strict=False) if self._owners[p] != self._group.world.rank}
+        others = {
+            key for key, p in zip(keys, parameters_of(self._optimizer), strict=False) if self._owners.get(p) != self._group.world.rank
+        }
         return {**state, "state": {key: each for key, each in state["state"].items() if key not in others}}
 
     def join(self) -> None:
@@ -283,7 +286,7 @@ class _Shards:
         for place, p in enumerate(parameters):  # in the order of one process
             mine = state.pop(p, None)
             if place in gathered:
-                state[p] = mine if self._owners[p] == self._group.world.rank else _arrived(gathered[place], p.device)
+                state[p] = mine if self._owners.get(p) == self._group.world.rank else _arrived(gathered[place], p.device)
 
     def _gathered(self, states: dict[Any, Any]) -> dict[int, Any]:
         """Gather the states of all parameters, by their places; each rank sends those of ``states`` that it holds."""
@@ -291,7 +294,7 @@ class _Shards:
         mine = {
             place: _sent(states[place])
             for place, p in enumerate(parameters_of(self._optimizer))
-            if self._owners[p] == rank and place in states
+            if self._owners.get(p) == rank and place in states
         }
         shards: list[Any] = [None] * self._group.world.size
         agree(self._group, "gathering the state of an optimizer", len(self._owners))

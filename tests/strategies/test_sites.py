@@ -55,10 +55,10 @@ def numbers():
     return torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 
 
-def as_one_process(train):
+def as_one_process(train, strategy="ddp"):
     """Run ``train``, which returns models, alone and then on all ranks with a global batch; compare the weights."""
     results = []
-    for run in (train, parwrap.distributed(batch="global")(train)):
+    for run in (train, parwrap.distributed(batch="global", strategy=strategy)(train)):
         torch.manual_seed(0)
         results.append([p.detach().to_dense() for model in run() for p in model.parameters()])
     for expected, actual in zip(*results, strict=True):
@@ -319,11 +319,29 @@ def test_the_first_backward_of_a_copy_is_averaged(copied, later):
     assert [[[MEAN] * 3]] * (5 if later else 3) == distributed(run)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_copies_train_as_in_one_process(strategy):
+    def train():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(3):
+            for (x,) in DataLoader(TensorDataset(numbers()), 4):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model, optimizer = copy.deepcopy((model, optimizer))
+        return [model]
+
+    as_one_process(train, strategy)
+
+
 # modules without values
 
 
 @pytest.mark.ranks(2)
-def test_lazy_modules_train_as_in_one_process():
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_lazy_modules_train_as_in_one_process(strategy):
     def train():
         model, other = (nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyLinear(1)) for _ in range(2))
         unused = copy.deepcopy(model[0])
@@ -340,11 +358,12 @@ def test_lazy_modules_train_as_in_one_process():
         other.load_state_dict(model.state_dict())
         return [model, other]
 
-    as_one_process(train)
+    as_one_process(train, strategy)
 
 
 @pytest.mark.ranks(2)
-def test_modules_on_the_meta_device_take_no_part():
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_modules_on_the_meta_device_take_no_part(strategy):
     def train():
         with torch.device("meta"):
             reference, filled = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1)
@@ -366,7 +385,7 @@ def test_modules_on_the_meta_device_take_no_part():
                     filled(x)
         return [filled, skipped]
 
-    as_one_process(train)
+    as_one_process(train, strategy)
 
 
 # what is kept, and errors
