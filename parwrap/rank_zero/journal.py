@@ -69,7 +69,7 @@ class Journal:
         self._add("replaces", path, before)
 
     def removed(self, path: str) -> None:
-        """Record that ``path``, which existed before this job, is gone."""
+        """Record that ``path``, a folder or a file from before this job, is gone."""
         self._add("removed", path)
 
     def moves(self, folder: str, to: str) -> None:
@@ -147,7 +147,7 @@ class JournalReader:
         saves: where to read each saved file, by the name of its save.
         ahead: what the first rank has changed since the last barrier of this rank, as far as this rank has read.
         alone: the paths that the first rank has changed in something that it runs alone, each with the number of that call.
-        turned: the paths where something else begins: from before this job and removed since, or changed in something that runs alone.
+        turned: the paths where something else begins: removed since, or changed in something that runs alone.
         ended: whether the first rank writes no more.
     """
 

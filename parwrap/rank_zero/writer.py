@@ -44,6 +44,10 @@ def saved_path(file: Any) -> Any:
     return None
 
 
+OF_DATABASES = ("-journal", "-wal", "-shm")
+"""The ends of the names of files that native code keeps beside a database that is open."""
+
+
 class KeptReadable:
     """Files that other ranks of the node can read through this process's descriptors, or by their second names.
 
@@ -276,10 +280,10 @@ class WriterFiles:
                 if folder_gone:
                     self._changed = {each for each in list(self._changed) if not is_inside(each, folder_gone)}
                 self._changed.discard(gone or "")
-                if gone in self._old:
+                if gone and not made and (folder_gone or gone in self._old):
+                    self._removed(gone)
+                elif gone in self._old:
                     self._hidden.discard(gone)
-                    if not made:
-                        self._removed(gone)
                 return result
             except Exception:
                 if made and folder_gone:
@@ -289,7 +293,7 @@ class WriterFiles:
                 self._progress.count()
 
     def _removed(self, gone: str) -> None:
-        """Tell the other ranks that ``gone``, which existed before, is gone with all below: what is there later is not what they remove."""
+        """Tell the other ranks that ``gone`` is gone with all below: what is there later is not what they remove."""
         self._journal.removed(gone)
         here = {each for each in list(self._hidden) if each == gone or is_inside(each, gone)}
         self._hidden -= here
@@ -337,8 +341,11 @@ class WriterFiles:
         return read(path)
 
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
-        self._changes(path, in_place=True)
+        key = self._changes(path, in_place=True)
         with passing():
+            if key is not None and set(mode) >= set("a+"):
+                for end in OF_DATABASES:
+                    self._keep_old(key + end, in_place=True)
             return write(path)
 
     def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -219,6 +220,21 @@ def test_what_another_program_makes_or_touches_is_there_for_all_ranks(tmp_path, 
     assert ["data", "linked", "new", "other"] == names
 
 
+@pytest.mark.ranks(2)
+def test_what_is_beside_an_open_database_of_rank_zero_is_hidden(tmp_path):
+    with files():
+        if rank() == 0:
+            database = sqlite3.connect(tmp_path / "a.db")
+            database.execute("create table t (a int)")
+            database.execute("insert into t values (1)")  # the transaction is open
+            assert ["a.db", "a.db-journal"] == os.listdir(tmp_path)
+        barrier()
+        assert rank() == 0 or [] == os.listdir(tmp_path)
+        barrier()
+        if rank() == 0:
+            database.close()
+
+
 def prepare(number):
     os.makedirs("cache", exist_ok=True)
     Path(f"cache/{number}").write_text(f"{number}")
@@ -249,6 +265,12 @@ def test_processes_of_a_rank_prepare_a_folder_that_the_script_has_removed(tmp_pa
         assert ["0", "1"] == [Path(f"cache/{number}").read_text() for number in range(2)]
         Path("cache/4").write_text("4")
         assert [f"{number}" for number in range(5)] == os.listdir("cache")
+        shutil.rmtree("cache")  # and once more
+        os.makedirs("cache")
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(prepare, range(2))
+        barrier()
+        assert ["0", "1"] == os.listdir("cache")
 
 
 @pytest.mark.ranks(2)
