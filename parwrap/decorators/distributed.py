@@ -52,6 +52,7 @@ from parwrap.places import begin_here, from_script, is_ours, module_name, script
 from parwrap.rank_zero.commands import refusing_exec
 from parwrap.rank_zero.files import Files, current, intercepting_files
 from parwrap.rank_zero.output import Output, output_of
+from parwrap.rank_zero.whole_files import saved_whole
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import without
@@ -426,6 +427,8 @@ class _Scope(Interceptor):
                 handled = intercepting_files(self._whole, module, check_wait, self._is_checkpoint)
                 self._undo.enter_context(_files_of_rank_zero(self._whole, self._group or self._whole, handled))
                 self._reading.append(HiddenGroup(script=bool(hidden)))
+            elif script:
+                self._undo.enter_context(saved_whole(module))
             if not quiet:
                 self._warnings = self._undo.enter_context(parwraps_warnings())
             self._undo.enter_context(self._training)

@@ -31,7 +31,7 @@ from parwrap.intercept.patch import Patch, caller, is_patched
 from parwrap.intercept.torch_calls import SERIALIZATION
 from parwrap.ranks.stdin import check_opening
 
-__all__ = ["WRITING", "Change", "FileCalls", "Opening", "patches"]
+__all__ = ["WRITING", "Change", "FileCalls", "NativeFileCalls", "Opening", "patches", "save_patches"]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """The flags of ``os.open`` that allow a file to be changed."""
@@ -114,8 +114,16 @@ class Change(NamedTuple):
     options: tuple[tuple, dict] = ((), {})
 
 
-class FileCalls(Protocol):
-    """Handles the calls, each kind by one method. ``writer.py`` has it for rank 0, ``replica.py`` for ranks that write to scratch."""
+class NativeFileCalls(Protocol):
+    """Handles ``torch.save`` and the calls of ``native_calls.py``."""
+
+    def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any: ...
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any: ...
+    def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any: ...
+
+
+class FileCalls(NativeFileCalls, Protocol):
+    """Handles all calls, each kind by one method. ``writer.py`` has it for rank 0, ``replica.py`` for ranks that write to scratch."""
 
     def open(self, call: Opening) -> Any: ...
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...
@@ -126,9 +134,6 @@ class FileCalls(Protocol):
     def working_directory(self, original: Callable[[], str]) -> str: ...
     def temporary_name(self, name: str) -> str: ...
     def run_command(self, run: Callable[[], Any], command: Any) -> Any: ...
-    def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any: ...
-    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any: ...
-    def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any: ...
 
 
 def patches(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> list[Patch | AbstractContextManager]:
@@ -140,7 +145,7 @@ def patches(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> list[Patc
         *_on_paths(files.listing, LISTINGS),
         *_on_paths(files.attribute, ATTRIBUTES),
         *_command_patches(files),
-        *(Patch(module, "save", _saving(files, is_checkpoint)) for module in SERIALIZATION),
+        *save_patches(files, is_checkpoint),
         *(Patch(module, "load", _loading(files)) for module in SERIALIZATION),
         Patch(os, "getcwd", lambda wrapped, instance, args, kwargs: files.working_directory(wrapped)),
         Patch(tempfile._RandomNameSequence, "__next__", lambda wrapped, *_: files.temporary_name(wrapped())),  # type: ignore[attr-defined]
@@ -236,14 +241,16 @@ def _command_patches(files: FileCalls) -> list[Patch]:
     return [Patch(subprocess.Popen, "__init__", run), Patch(os, "system", run), started]
 
 
-def _saving(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> Callable:
+def save_patches(files: NativeFileCalls, is_checkpoint: Callable[[Any], bool]) -> list[Patch]:
+    """The patches that send ``torch.save`` to ``files``."""
+
     def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         def with_file(obj: Any, f: Any, *rest: Any, **options: Any) -> None:
             files.save(f, lambda file: wrapped(obj, file, *rest, **options), lambda: is_checkpoint(obj))
 
         with_file(*args, **kwargs)
 
-    return save
+    return [Patch(module, "save", save) for module in SERIALIZATION]
 
 
 def _loading(files: FileCalls) -> Callable:

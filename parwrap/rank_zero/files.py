@@ -22,6 +22,7 @@ from parwrap.rank_zero.path_rules import PathRules, passing
 from parwrap.rank_zero.replica import ReplicaFiles
 from parwrap.rank_zero.scratch import CheckWait, Overlay
 from parwrap.rank_zero.trackers import trackers_silent
+from parwrap.rank_zero.whole_files import remove_left
 from parwrap.rank_zero.writer import KeptReadable, WriterFiles, close_left_open
 from parwrap.ranks.group import Group
 from parwrap.ranks.world import IN_SCRATCH, World
@@ -97,6 +98,7 @@ def _files(world: World, folder: Path, timeout: float, check_wait: CheckWait, in
     place = world.node_ranks.index(world.rank)  # a launcher's local rank may count within a container
     progress = Progress(folder, place, len(world.node_ranks))
     if world.rank == 0 and not in_scratch:
+        remove_left()
         return WriterFiles(rules, Journal(folder), progress, str(folder), world.size)
     scratch = folder / f"scratch-{place}"
     shutil.rmtree(scratch, ignore_errors=True)

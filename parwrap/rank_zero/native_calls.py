@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from parwrap.intercept.patch import Patch, when_imported
-from parwrap.rank_zero.calls import FileCalls
+from parwrap.rank_zero.calls import NativeFileCalls
 
 __all__ = ["CALLS", "NativeCall", "native_patches"]
 
@@ -84,7 +84,7 @@ CALLS = (
 )
 
 
-def native_patches(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> list[AbstractContextManager]:
+def native_patches(files: NativeFileCalls, is_checkpoint: Callable[[Any], bool]) -> list[AbstractContextManager]:
     """The patches that send all calls of ``CALLS`` to ``files``, as :func:`parwrap.rank_zero.calls.patches` does."""
 
     def of_module(calls: list[NativeCall]) -> Callable[[ModuleType], list[Patch]]:
@@ -93,7 +93,7 @@ def native_patches(files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> li
     return [when_imported(name, of_module(list(calls))) for name, calls in groupby(CALLS, lambda call: call.module)]
 
 
-def _patch(module: ModuleType, call: NativeCall, files: FileCalls, is_checkpoint: Callable[[Any], bool]) -> Patch:
+def _patch(module: ModuleType, call: NativeCall, files: NativeFileCalls, is_checkpoint: Callable[[Any], bool]) -> Patch:
     owner, _, name = call.name.rpartition(".")
 
     def called(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

@@ -17,7 +17,8 @@ from parwrap.rank_zero.journal import Progress, Sites
 from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.scratch import FILE, FOLDER, HIDDEN, LINK, MARK, NAP, Entry, Overlay, missing
-from parwrap.rank_zero.writer import KeptReadable, saved_path, write_atomically
+from parwrap.rank_zero.whole_files import write_whole
+from parwrap.rank_zero.writer import KeptReadable, saved_path
 
 __all__ = ["ReplicaFiles"]
 
@@ -222,7 +223,7 @@ class ReplicaFiles:
             if path is not file or not self._rules.looks():
                 return write(file)
             with passing():
-                return write_atomically(file, write)
+                return write_whole(file, write)
         if not is_checkpoint():
             return self.write_native(file, "w", write) if path is file else write(file)
         with passing():

@@ -11,7 +11,6 @@ import io
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from parwrap.rank_zero.commands import warn_of_command
 from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, moved_path
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, is_inside, passing
+from parwrap.rank_zero.whole_files import write_whole
 from parwrap.ranks.group import is_alone, is_on_one_rank
 
 __all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
@@ -317,7 +317,7 @@ class WriterFiles:
         return run()
 
     def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any:
-        """``torch.save``: a file given by its path is written by :func:`write_atomically`.
+        """``torch.save``: a file given by its path is written by :func:`write_whole`.
 
         The other ranks can load a checkpoint, except from a buffer or a path that every rank writes.
         """
@@ -327,7 +327,7 @@ class WriterFiles:
         key = self._changes(path, counts=False)
         with passing():
             if path is file:
-                result = write_atomically(file, write)
+                result = write_whole(file, write)
             else:
                 result = write(file)
                 file.flush()
@@ -415,28 +415,3 @@ class WriterFiles:
             copy = os.path.join(self._folder, f"before-{self._copies}")
             shutil.copyfile(key, copy)
             self._journal.replaces(key, copy)
-
-
-def write_atomically(path: Any, write: Callable[[Any], Any]) -> Any:
-    """Let ``write`` write to a temporary path, then rename it to ``path``. Both have the same file name, because torch stores that name.
-
-    A device, a file with several names, and a file in a read-only folder are written directly.
-    """
-    path = os.path.realpath(path)
-    before = os.stat(path) if os.path.exists(path) else None
-    if before is not None and (not stat.S_ISREG(before.st_mode) or before.st_nlink > 1):
-        return write(path)  # a device or a pipe cannot be renamed over, and another name of the file keeps its content
-    folder, name = os.path.split(path)
-    temporary = None
-    with suppress(OSError):
-        temporary = tempfile.mkdtemp(prefix=PART, dir=folder)
-    if temporary is None:
-        return write(path)  # a writable file may lie in a read-only folder; otherwise torch reports the error
-    try:
-        result = write(os.path.join(temporary, name))
-        if before is not None:
-            os.chmod(os.path.join(temporary, name), stat.S_IMODE(before.st_mode))
-        os.replace(os.path.join(temporary, name), path)
-        return result
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
