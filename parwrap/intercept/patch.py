@@ -22,8 +22,11 @@ from parwrap.torch_private.dynamo import DYNAMO, inlined, left_out, outside
 
 __all__ = ["Patch", "caller", "installed", "is_patched", "when_imported"]
 
-BETWEEN = ("wrapt.", f"{DYNAMO}.", outside.__module__)
-"""How the names of modules begin whose frames may be between a wrapper and its caller. With its C extension, wrapt has none."""
+BETWEEN = ("wrapt.", f"{DYNAMO}.", outside.__module__, "parwrap.intercept.")
+"""How the names of modules begin whose frames may be between a wrapper and its caller. With its C extension, wrapt has none.
+
+If two interceptors patch a call, the wrapper of one calls that of the other.
+"""
 
 
 class Patch(NamedTuple):

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -54,16 +54,16 @@ def outside(function: Callable, why: str) -> Callable:
     return call
 
 
-@cache
 def leave_frames(dynamo: ModuleType) -> tuple[()]:
     """Never compile a function of parwrap by itself, as torch's own functions: only where a function calls it that is compiled.
 
     Where a graph breaks, torch runs the rest as it is, and compiles every new frame there. Returns the patches that this needs: none.
     """
     rules, folder = dynamo.trace_rules, os.path.dirname(os.path.dirname(__file__)) + os.sep
-    rules.SKIP_DIRS.append(folder)
-    rules._recompile_re()
-    rules.get_mod_inlinelist().add(folder)
+    if folder not in rules.SKIP_DIRS:
+        rules.SKIP_DIRS.append(folder)
+        rules._recompile_re()
+    rules.get_mod_inlinelist().add(folder)  # torch forgets it when it clears its caches
     return ()
 
 

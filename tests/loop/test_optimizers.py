@@ -95,7 +95,7 @@ def test_a_copy_is_known_and_is_at_work_once_it_is_used(optimizers):
 
 def test_the_first_optimizer_may_come_from_a_file(passes):
     pickled = pickle.dumps(SGD(linear().parameters(), lr=1.0))
-    with intercepting([optimizers := Optimizers(passes)]):
+    with intercepting([optimizers := Optimizers(passes, Modules(passes))]):
         optimizer = pickle.loads(pickled)
         new = SGD(linear().parameters(), lr=1.0)
         new.load_state_dict(optimizer.state_dict())
