@@ -181,13 +181,26 @@ class JournalReader:
             self._own_barriers += 1
             self._read_again(self._lines)
 
-    def turn(self, path: str) -> None:
-        """Forget what the first rank did at ``path``, and below, before something else began there: this rank has come as far."""
+    def turn(self, path: str, removals: int = 0, calls: int = 0) -> int:
+        """Forget what the first rank did at ``path``, and below, before something else began there: this rank has come as far.
+
+        Args:
+            path: the path.
+            removals: how often this rank has removed the path; the first rank may have removed it more often since.
+            calls: how many calls, which the first rank runs alone, this rank has skipped.
+
+        Returns:
+            How many of the removals the first rank has made too.
+        """
         with self._lock:
-            if path in self.turned:
-                last = max(number for number, (_, kind, what) in enumerate(self._lines) if kind in TURNS and what[0] == path)
+            lines = [(number, kind, what[1:]) for number, (_, kind, what) in enumerate(self._lines) if kind in TURNS and what[0] == path]
+            removed = [number for number, kind, _ in lines if kind == "removed"][:removals]
+            passed = removed + [number for number, kind, what in lines if kind == "changes alone" and what[0] <= calls]
+            if passed:
+                last = max(passed)
                 before = [line for line in self._lines[:last] if line[2][0] != path and not is_inside(line[2][0], path)]
                 self._read_again(before + self._lines[last + 1 :])
+            return len(removed)
 
     def _read_again(self, lines: list[tuple[int, str, list[Any]]]) -> None:
         self._lines, self.ahead, self.turned = [], Ahead(), set()

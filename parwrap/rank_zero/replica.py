@@ -424,6 +424,8 @@ class ReplicaFiles:
         key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
         (ignore, onerror, *_), options = (*change.options[0], False, None), change.options[1]
         place = self._overlay.find(key)
+        if place is not None and not os.path.lexists(place):  # rank 0 has removed it in the meantime
+            place = self._overlay.find(key)
         if place is not None and os.path.isdir(place) and not is_link(place):
             self._overlay.remove_tree(key)
         elif not options.get("ignore_errors", ignore):

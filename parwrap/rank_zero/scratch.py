@@ -103,6 +103,8 @@ class Overlay:
         self._skipped: Counter[int] = Counter()
         """How many calls this rank has skipped because rank 0 runs them alone, by their line."""
         self._waits_for: set[int] = set()
+        self._removals: Counter[str] = Counter()
+        """How often this rank has removed a path, which rank 0 has not removed as often yet."""
         self._empty: dict[str, str] = {}
 
     def find(self, key: str) -> str | None:
@@ -200,7 +202,11 @@ class Overlay:
         self.record(key, Entry(FOLDER, self.fresh(key, folder=True), opaque=self.on_disk(key) is None))
 
     def remove(self, key: str) -> None:
-        """Record that a file, a link or an empty folder is gone."""
+        """Record that a file, a link or an empty folder is gone, because the script has removed it."""
+        self._removals[key] += 1
+        self._hide(key)
+
+    def _hide(self, key: str) -> None:
         self.record(key, Entry(GONE))
 
     def remove_tree(self, key: str) -> None:
@@ -226,7 +232,7 @@ class Overlay:
             self.record(key, Entry(FOLDER, empty, opaque=True, origin=origin))
             for path, (inner, inner_target) in below.items():
                 self.record(key + path, inner, inner_target)
-        self.remove(source)
+        self._hide(source)
 
     def fresh(self, key: str, folder: bool = False) -> str:
         """A new path in the scratch directory, where an empty folder is made if ``folder``.
@@ -293,6 +299,7 @@ class Overlay:
     def crossed(self) -> None:
         """Show this rank the disk as it was when all ranks passed a barrier."""
         self._journal.crossed()
+        self._removals.clear()
         self._since = time.time()
         for key, entry in list(self._entries.items()):
             if entry.kind == GONE:
@@ -347,7 +354,7 @@ class Overlay:
             self._wait_for_what_runs_alone()
             if self._journal.alone[path] > self._skipped.total():
                 return True
-            self._journal.turn(path)
+            self._journal.turn(path, calls=self._skipped.total())
         ahead = self._journal.ahead
         return path in (ahead.made if is_folder else ahead.changed)
 
@@ -417,14 +424,15 @@ class Overlay:
         entry = self._entries.get(key)
         if entry is None or not self.rules.in_process():
             return entry
-        passed = self._journal.update().alone.get(key, 0) <= self._skipped.total()
-        if entry.covers and entry.origin is None and passed and key in self._journal.turned and os.path.lexists(key):
-            self._journal.turn(key)
-            if entry.kind == GONE:
+        covers = entry.covers and entry.origin is None and self._removals[key] > 0
+        if covers and key in self._journal.update().turned and (entry.kind == FOLDER or os.path.lexists(key)):
+            self._removals[key] -= self._journal.turn(key, self._removals[key], self._skipped.total())
+            if self._removals[key] == 0 and entry.kind == GONE:
                 self._forget(key)
                 return None
-            self._covering -= 1
-            entry.opaque = False
+            if self._removals[key] == 0:
+                self._covering -= 1
+                entry.opaque = False
         if entry.kind == FOLDER or entry.left_alone == self._skipped.total():
             return entry
         self._wait_for_what_runs_alone()

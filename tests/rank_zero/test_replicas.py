@@ -235,6 +235,32 @@ def test_what_is_beside_an_open_database_of_rank_zero_is_hidden(tmp_path):
             database.close()
 
 
+@pytest.mark.ranks(2)
+def test_a_slower_rank_sees_what_is_there_before_rank_zero_removes_it_once_more(tmp_path):
+    cache = tmp_path / "cache"
+    if rank() == 0:
+        cache.mkdir()
+    left_before(cache, "old")
+    with files():
+        shutil.rmtree(cache)
+        cache.mkdir()
+        barrier()
+        with passing():
+            (cache / f"by {rank()}").write_text("of a child process")
+        barrier()
+        if rank() == 0:
+            shutil.rmtree(cache)
+            cache.mkdir()
+        barrier()
+        seen = os.listdir(cache)
+        if rank() == 1:
+            shutil.rmtree(cache)
+            cache.mkdir()
+
+        assert ["by 0", "by 1"] == seen or rank() == 0
+        assert [] == os.listdir(cache)
+
+
 def prepare(number):
     os.makedirs("cache", exist_ok=True)
     Path(f"cache/{number}").write_text(f"{number}")
