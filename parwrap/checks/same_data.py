@@ -26,7 +26,8 @@ SPREAD = 1024
 
 SHAPE, ORDER, NUMBERS, TEXTS = range(4)
 WHAT = {
-    SHAPE: "datasets of different lengths, batches of different sizes or different samplers",
+    SHAPE: "datasets of different lengths, batches of different sizes, different samplers, or a share on some ranks and everything on "
+    "others",
     ORDER: "the samples in different orders: a split, a permutation, the seed or the epoch differs, or a rank has drawn more random "
     "numbers or read one pass more",
     NUMBERS: "different numbers at the same places of the dataset",
@@ -84,8 +85,10 @@ def compare_data(all_ranks: Sequence[Sequence[int]], place: Place) -> None:
         different_data(differ, place)
 
 
-def different_data(differ: Iterable[int], place: Place) -> None:
+def different_data(differ: Iterable[int], place: Place, outer: Place | None = None) -> None:
     """Say that ranks read different data at ``place``. ``differ`` has what differs, such as ``ORDER`` and ``TEXTS``.
+
+    ``outer`` is the place of a training pass around that pass, which may have chosen what it reads.
 
     Raises:
         RankMismatchError: unless only texts and paths differ. These may rightly differ between nodes, so they only cause a warning.
@@ -97,9 +100,15 @@ def different_data(differ: Iterable[int], place: Place) -> None:
             "in the same order, sort them: sorted(os.listdir(folder))."
         )
         return
+    around = (
+        f" It is inside the training pass at {outer}, of which each rank reads a share: if its items choose what to read, as a list of "
+        "tasks does, write parwrap.replicate(loader) there."
+        if outer
+        else ""
+    )
     raise RankMismatchError(
-        f"the ranks have read {WHAT[worst]} in the pass at {place}. Each rank reads a part of what all of them hold, so samples would be "
-        "read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, "
+        f"the ranks have read {WHAT[worst]} in the pass at {place}.{around} Each rank reads a part of what all of them hold, so samples "
+        "would be read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, "
         "the same batch size, and the same seed (not the clock or the process number). Draw inside `with parwrap.same_draws():`. Read a "
         "loader that only rank 0 needs in a function decorated with @parwrap.rank_zero_only. If the dataset, or the weights of its "
         "sampler, were collected in a training pass, each rank has only a share: gather it first, `torch.cat(parwrap.gather(tensor))`."

@@ -225,7 +225,7 @@ class SameStep:
             if differ and differ[0] == Entry.DRAWN:
                 raise self._skipped(mine, means, place)
             if differ:
-                different_data({(index - Entry.DATA) // 2 for index in differ}, training.place if training else place)
+                different_data({(index - Entry.DATA) // 2 for index in differ}, training.place if training else place, self._passes.around)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
             raise RankMismatchError(
                 f"the ranks train on parts of different batches in the backward at {place}. A rank's weight is its share of the samples of "

@@ -83,6 +83,9 @@ class Interceptor:
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` or ``module.eval()`` was called by the script and has taken effect."""
 
+    def copied_module(self, module: nn.Module) -> None:
+        """``module`` was copied or unpickled; its children, if any, are copied in turn."""
+
     def moves(self, module: nn.Module) -> None:
         """``module.to(...)``, ``.double()`` or similar is about to replace tensors of parameters."""
 

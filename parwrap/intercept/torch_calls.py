@@ -392,6 +392,14 @@ def _copied(interceptor: Interceptor) -> Patches:
     return [Patch(Optimizer, "__setstate__", setstate)]
 
 
+def _copied_module(interceptor: Interceptor) -> Patches:
+    def setstate(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        interceptor.copied_module(instance)
+
+    return [Patch(nn.Module, "__setstate__", setstate)]
+
+
 def _zero_grad(interceptor: Interceptor) -> Patches:
     def zero_grad(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
         if not torch.compiler.is_compiling():
@@ -630,6 +638,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "data_parallel": _data_parallel,
     "built": _built,
     "copied": _copied,
+    "copied_module": _copied_module,
     "zero_grad": _zero_grad,
     "step": _step,
     "stepped": _stepped,

@@ -97,6 +97,10 @@ class Modules(Interceptor):
             self.evals += 1
             self._outer[module] = _Eval(self.evals, script_place())
 
+    def copied_module(self, module: nn.Module) -> None:
+        if not self._passes.training and not is_on_one_rank():
+            self._holders.setdefault(module)
+
     def evaluates(self, parameters: Iterable[torch.Tensor], since: int = -1) -> bool:
         """Whether the modules of all trainable ``parameters`` are in eval mode, one of them since more than ``since`` calls of eval.
 
@@ -106,7 +110,8 @@ class Modules(Interceptor):
         """
         trainable = {id(p) for p in parameters if p.requires_grad}
         in_eval, training, freshly = set[int](), set[int](), set[int]()
-        for outer, last in list(self._outer.items()):
+        known = [*list(self._outer.items()), *((module, _Eval()) for module in list(self._holders))]
+        for outer, last in known:
             for module in outer.modules():
                 held = trainable.intersection(map(id, registered_parameters(module).values()))
                 (training if module.training else in_eval).update(held)

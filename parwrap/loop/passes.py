@@ -93,6 +93,8 @@ class Pass:
         backwards: the number of backwards since it began.
         steps: the number of steps on its batches, of optimizers that are older than these.
         waits_for_step: whether it has drawn a batch since the last step.
+        together: whether a step may train on its batch and on one of another pass, as where loaders are zipped.
+        left_out: whether a step has trained on the batch of another pass, but not on its.
         drawn: the number of batches drawn.
         drawn_by_loop: how many of these the thread of the loop has drawn.
         drawn_after: the number of all backwards when it drew its last batch.
@@ -121,6 +123,8 @@ class Pass:
     backwards: int = 0
     steps: int = 0
     waits_for_step: bool = False
+    together: bool = False
+    left_out: bool = False
     drawn: int = 0
     drawn_by_loop: int = 0
     drawn_after: int = 0
@@ -214,6 +218,11 @@ class Passes:
         return self._open[-1] if self._open else None
 
     @property
+    def around(self) -> Place | None:
+        """The line of the training pass around the innermost open one, if ranks read shares of it."""
+        return next((each.place for each in self._open[-2::-1] if each.shared), None)
+
+    @property
     def backwards_so_far(self) -> int:
         """The number of backwards in the innermost training pass, or in the scope if the loop's thread reads none."""
         training = self.training
@@ -228,6 +237,9 @@ class Passes:
     def begin(self, opened: Pass) -> None:
         """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
         self._last_training = self._left = None
+        for each in self._open:
+            if each.waits_for_step and not each.left_out:
+                each.together = opened.together = True
         self._open.append(opened)
         if opened.trains:
             self.clock.began_pass()
@@ -322,17 +334,24 @@ class Passes:
     def stepped(self, built_at: int) -> None:
         """Note a step of an optimizer that was built when all passes had drawn ``built_at`` batches.
 
-        It trains on the batches that all open passes have drawn since the step before. If no pass is open, it trains on those of the pass
-        that ended last, if the loop left it or ran a backward in it. An optimizer that was built for the last batch trains what belongs to
-        this batch, such as an attack, and not on the loader.
+        It trains on the batch that was drawn last, and on those that open passes have drawn since the step before if these belong together:
+        one pass began while the other waited for a step. A validation batch that is drawn after each step does not. If no pass is open, it
+        trains on those of the pass that ended last, if the loop left it or ran a backward in it. An optimizer that was built for the last
+        batch trains what belongs to this batch, such as an attack, and not on the loader.
         """
         passes: list[Pass] = self._open or ([self._left] if self._left else [])
-        for each in passes:
-            if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn):
-                each.steps, each.waits_for_step = each.steps + 1, False
-        if (last := self._last_training) is not None and last.steps_left:
-            last.steps_left -= 1
-            if not last.steps_left:
+        drew = [each for each in passes if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn)]
+        candidates = [each for each in drew if not each.left_out] or drew
+        last = max((each.drawn_at for each in candidates), default=0)
+        for each in drew:
+            each.waits_for_step = False
+            if each in candidates and (each.drawn_at == last or each.together or each.in_thread or each.trained):
+                each.steps += 1
+            else:
+                each.left_out = True
+        if (ended := self._last_training) is not None and ended.steps_left:
+            ended.steps_left -= 1
+            if not ended.steps_left:
                 self.draw()
 
     def ran_backward(self) -> None:

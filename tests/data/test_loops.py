@@ -55,7 +55,7 @@ class Script:
     pass over dataset A at line 5 with a step on each batch, ``A5-`` one without steps, ``A5~`` one with backwards alone, ``A5<+`` one that
     is left after its first batch, ``A5<`` the same without a step, ``A5>`` one after which a step follows, ``A5^`` one in which an
     optimizer is built for each batch and steps. ``*``: the loader shuffles; ``'``: another dataset of that kind; ``0``: gradients are off.
-    ``(`` opens a pass that stays open, ``)`` ends it. ``evals`` and ``trains`` set modes in the body of the next pass.
+    ``(`` opens a pass that stays open, ``drawA`` draws another batch from it, ``)`` ends the last one. ``evals`` and ``trains`` set modes in the body of the next pass.
     """
 
     def __init__(self):
@@ -87,10 +87,12 @@ class Script:
             "evals": lambda: setattr(self, "body", self.model.eval),
             "trains": lambda: setattr(self, "body", self.model.train),
             "step": self.step,
-            ")": lambda: self.end(self.open.pop(), exhausted=True),
+            ")": lambda: self.end(self.open.pop()[1], exhausted=True),
         }
         if word in simple:
             simple[word]()
+        elif word.startswith("draw"):
+            self.passes.drew(dict(self.open)[word[-1]], lambda: 1)
         else:
             self.read(word)
 
@@ -127,7 +129,7 @@ class Script:
                     latent.step()
             self.body = None
             if stays_open:
-                self.open.append(opened)
+                self.open.append((name, opened))
             else:
                 self.end(opened, exhausted="<" not in word)
             if ">" in word:
@@ -186,6 +188,12 @@ def script():
         ("opt train A5< A5< step A5<+ A5<+", "SWSS"),  # several batches for each step
         ("opt train A5( B5( step ) ) A5( B5( step ) )", "SSSS"),  # zip(labeled, unlabeled)
         ("opt train A5( step eval B9- train step ) A5( step eval B9- train step )", "SWSW"),  # an evaluation within the pass
+        (
+            "opt train B9( ) A5+ B9( drawB A5( step drawB drawA step ) drawB A5( step ) ) B9( )",
+            "SWWSSW",
+        ),  # a batch of validation after each step
+        ("opt train A5( step B9( drawA step drawB drawA step drawB ) ) A5( step B9( drawA step drawB ) )", "SWSW"),
+        ("opt train A5( B9( step drawA drawB step ) drawA B9( step ) ) A5( B9( step ) )", "SSSSS"),  # a loader that begins again in the zip
         ("opt train A3<+ A5+ A5+", "SWS"),  # a loader warmed up at another line: one pass whole
         # loops that change
         ("opt train A5+ A5- A5+ A5+", "SSWS"),  # without a step once: said, whole, and in shares again

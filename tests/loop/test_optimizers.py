@@ -273,3 +273,12 @@ def test_the_optimizers_that_stepped_in_the_last_pass_decide(optimizers, passes)
     del newer
 
     assert [False, True, False, True, False, True] == modes
+
+
+def test_a_copy_of_a_model_has_the_mode_of_its_modules(optimizers):
+    model = linear()
+    model.eval()
+    copied = copy.deepcopy(model)
+    built = SGD(copied.parameters(), lr=1.0)
+
+    assert ([built], True) == (optimizers.all(), optimizers.evaluate())
