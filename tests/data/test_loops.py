@@ -55,7 +55,8 @@ class Script:
     pass over dataset A at line 5 with a step on each batch, ``A5-`` one without steps, ``A5~`` one with backwards alone, ``A5<+`` one that
     is left after its first batch, ``A5<`` the same without a step, ``A5>`` one after which a step follows, ``A5^`` one in which an
     optimizer is built for each batch and steps. ``*``: the loader shuffles; ``'``: another dataset of that kind; ``0``: gradients are off.
-    ``(`` opens a pass that stays open, ``drawA`` draws another batch from it, ``)`` ends the last one. ``evals`` and ``trains`` set modes in the body of the next pass.
+    ``(`` opens a pass that stays open, ``drawA`` draws another batch from it, ``)`` ends the last one. ``evals`` and ``trains`` set modes
+    in the body of the next pass.
     """
 
     def __init__(self):
@@ -188,10 +189,6 @@ def script():
         ("opt train A5< A5< step A5<+ A5<+", "SWSS"),  # several batches for each step
         ("opt train A5( B5( step ) ) A5( B5( step ) )", "SSSS"),  # zip(labeled, unlabeled)
         ("opt train A5( step eval B9- train step ) A5( step eval B9- train step )", "SWSW"),  # an evaluation within the pass
-        (
-            "opt train B9( ) A5+ B9( drawB A5( step drawB drawA step ) drawB A5( step ) ) B9( )",
-            "SWWSSW",
-        ),  # a batch of validation after each step
         ("opt train A5( step B9( drawA step drawB drawA step drawB ) ) A5( step B9( drawA step drawB ) )", "SWSW"),
         ("opt train A5( B9( step drawA drawB step ) drawA B9( step ) ) A5( B9( step ) )", "SSSSS"),  # a loader that begins again in the zip
         ("opt train A3<+ A5+ A5+", "SWS"),  # a loader warmed up at another line: one pass whole
