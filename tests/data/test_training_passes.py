@@ -8,6 +8,7 @@ import gc
 import itertools
 import threading
 import warnings
+from queue import Queue
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 import parwrap
 from drawn_order import DrawnOrder
-from parwrap.errors import UsageError
+from parwrap.errors import RankMismatchError, UsageError
 from training import HeldInCycle, Training, everyones, read, samples
 
 SHARE = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -752,3 +753,135 @@ def test_the_length_of_a_pass_is_known_when_nothing_else_holds_its_loader():
         training.step(next(batches))
 
         assert 3 == len(batches)
+
+
+# modes in the body, ahead, in threads, without an end
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_modes_in_the_body_tell_training_from_validation_from_the_first_pass_on():
+    with parwrap.distributed():
+        training, loader, validation = Training(), DataLoader(range(8), batch_size=2, shuffle=True), in_order()
+        seen = []
+        for _ in range(2):
+            count = 0
+            for batch in loader:
+                training.model.train()
+                training.step(batch)
+                count += len(batch)
+            for batch in validation:
+                training.model.eval()
+                with torch.no_grad():
+                    training.model(batch.float()[:, None])
+                count += len(batch)
+            seen.append(count)
+
+    assert [4 + 8] * 2 == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_pretrained_model_in_eval_mode_trains_on_shares():
+    with parwrap.distributed():
+        training, seen = Training(), []
+        training.model.eval()
+        for _ in range(2):
+            seen.append(0)
+            for batch in DataLoader(range(8), batch_size=2, shuffle=True):
+                training.model.train()
+                training.step(batch)
+                seen[-1] += len(batch)
+
+    assert [4, 4] == seen
+
+
+def one_ahead(loader):
+    """As accelerate's loaders read: the last batch is trained on after the pass."""
+    batches = iter(loader)
+    current = next(batches)
+    for following in batches:
+        yield current
+        current = following
+    yield current
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_the_last_batch_of_a_loop_that_reads_ahead_keeps_the_draws_of_its_pass():
+    """Its parts differ in size on the ranks, so shared draws would come apart, and with them the next order."""
+    with parwrap.distributed():
+        training, loader, orders = Training(), DataLoader(range(11), batch_size=4, shuffle=True), []
+        for _ in range(3):
+            seen = []
+            for batch in one_ahead(loader):
+                torch.rand(len(batch))  # noise
+                training.step(batch)
+                seen += batch.tolist()
+            orders.append(everyones(seen))
+            common = parwrap.gather(torch.rand(1).item())
+
+    assert [sorted({*range(11)})] * 3 == [sorted(set(order)) for order in orders]
+    assert 1 == len(set(common))
+
+
+def in_thread(batches):
+    """As prefetch_generator reads: another thread fills a queue."""
+    queue: Queue = Queue(1)
+
+    def run():
+        for batch in batches:
+            queue.put(batch)
+        queue.put(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    while (batch := queue.get()) is not None:
+        yield batch
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_loops_whose_batches_another_thread_reads_train_on_shares_and_evaluate_everything():
+    with parwrap.distributed():
+        training, loader, validation = Training(), DataLoader(range(40), batch_size=2, shuffle=True), in_order()
+        seen = []
+        for _ in range(4):
+            training.model.train()
+            trained = training.train(in_thread(loader))
+            training.model.eval()
+            with torch.no_grad():
+                seen.append((len(everyones(trained)), len(set(everyones(trained))), read(in_thread(validation))))
+
+    assert [(40, 40, WHOLE)] * 4 == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_sampler_without_an_end_is_named_once_if_ranks_read_more_than_one_process(batch, capsys):
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield from ([0, 1], [2, 3])
+
+    with parwrap.distributed(batch=batch):
+        training, batches = Training(), iter(DataLoader(range(4), batch_sampler=Endless()))
+        for _ in range(8):
+            training.step(next(batches))
+        del batches
+
+    said = capsys.readouterr().err.count("reads a sampler that repeats without an end")
+    assert (parwrap.is_rank_zero() and batch == "per_rank") == bool(said)
+    assert said <= 1
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree_on_whether_a_pass_trains_stop():
+    @parwrap.distributed
+    def train():
+        training, loader = Training(), in_order()
+        if parwrap.rank() == 1:
+            parwrap.replicate(loader)
+        training.train(loader)
+
+    with pytest.raises(RankMismatchError, match=r"a share on some ranks and everything on others in the pass at training\.py"):
+        train()
