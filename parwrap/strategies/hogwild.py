@@ -88,6 +88,7 @@ class Hogwild(OneModel):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Move parameters back into shared memory, because some steps replace their tensors. Then the outermost step releases the lock."""
+        self._name_whole()
         self._weights.put_back()
         self.loop.same_step.passed(script_place())
         if self._lock and len(stepping()) == 1:

@@ -302,6 +302,8 @@ class ParameterServer(OneModel):
                 "gradients: call backward() first, or choose another strategy."
             )
         same_step, place = self.loop.same_step, str(script_place())
+        if self._staleness != 0:
+            self._name_whole()
         if self._staleness is None:
             same_step.passed(place)
         else:  # workers must take equally many steps

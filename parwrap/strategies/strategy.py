@@ -25,7 +25,7 @@ from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
-from parwrap.places import script_place
+from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree_on, first_difference
 from parwrap.ranks.group import Group, is_alone, is_on_one_rank
 from parwrap.strategies.buffers import Buffers
@@ -140,6 +140,7 @@ class OneModel(Strategy):
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self.buffers = Buffers(loop.group, loop.modules.first)
+        self._named: set[Place] = set()
 
     def _check_backward(self) -> None:
         """Refuse a backward that only one rank runs."""
@@ -148,6 +149,18 @@ class OneModel(Strategy):
                 f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take "
                 "part in averaging its gradients. Train outside of that code."
             )
+
+    def _name_whole(self) -> None:
+        """Warn, once for its line, of a step in a pass that every worker reads whole, where workers step by themselves."""
+        innermost = self.loop.passes.innermost
+        if innermost is None or not innermost.why_whole or innermost.place in self._named or is_alone():
+            return
+        self._named.add(innermost.place)
+        size = self.loop.group.world.size
+        warn(
+            f"parwrap: every worker reads everything in the pass at {innermost.place}: {innermost.why_whole}. Workers step by themselves, "
+            f"so {size} workers take {size} times as many steps in it as one process. Write parwrap.shard(loader) before the loop."
+        )
 
     def _agree(self, kind: str, about: object, different: Callable[[Sequence[Any]], Exception]) -> None:
         """Return once all ranks are about to do the same, and have read the same data.

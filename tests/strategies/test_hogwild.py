@@ -428,3 +428,24 @@ def test_the_loss_and_gradients_are_this_ranks():
             seen.append((loss.item(), weight.grad.item()))
 
     assert [(parwrap.rank() + 1.0, parwrap.rank() + 1.0)] * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_steps_in_a_pass_that_every_worker_reads_whole_are_named():
+    model = nn.Linear(1, 1)
+    with parwrap.distributed(strategy="hogwild"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.ones(8, 1), batch_size=2)
+        for x in loader:
+            step(optimizer, model(x).square().mean())
+
+        def second_loop():
+            for x in loader:
+                step(optimizer, model(x).square().mean())
+
+        with pytest.warns(
+            UserWarning, match=r"every worker reads everything in the pass at test_hogwild.py:\d+.* parwrap.shard\(loader\)"
+        ) as said:
+            second_loop()
+
+    assert 1 == len(said)
