@@ -54,7 +54,7 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.passes import Pass
 from parwrap.places import Line, Place, call_stack, script_place, warn
-from parwrap.ranks.group import is_alone
+from parwrap.ranks.group import is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
 __all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard"]
@@ -161,6 +161,8 @@ class Loaders(Sources, Interceptor):
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         if get_worker_info() is not None or is_alone():
+            if not is_on_one_rank():  # what one rank reads by itself changes no loop
+                self._passes.note_modes()
             return original(loader)
         made = _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
         self.known(loader).iterated = weakref.ref(made)

@@ -143,7 +143,6 @@ class Loops:
         self._passes, self._optimizers = passes, optimizers
         self._loops: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a dataset to its loops, by stack and eval mode
         self._lines: dict[tuple[tuple[Line, ...], bool, bool], _Lines] = {}
-        self._evals: int | None = None
         self._named: set[Place] = set()
 
     def start(self, stack: tuple[Line, ...], dataset: Any, shuffles: bool, sharded: bool = False) -> Start:
@@ -156,7 +155,8 @@ class Loops:
             sharded: whether the script has called ``parwrap.shard`` on its loader.
         """
         optimizers = self._optimizers
-        fresh = self._evals is not None and optimizers.evaluate(since=self._evals)
+        before = self._passes.evals_before
+        fresh = before is not None and optimizers.evaluate(since=before)
         lines = self._lines.setdefault((stack, fresh, shuffles), _Lines())
         for unused in lines.settle(self._passes.is_open):
             self._name(unused)
@@ -183,18 +183,11 @@ class Loops:
         passes.begun += not opened.in_thread
         if torch.is_grad_enabled():
             start.lines.running.append((start.loop, opened))
-        self._passed(opened)
 
     def end(self, opened: Pass) -> None:
         """Note that the pass ``opened`` has ended."""
-        self._passed(opened)
         if opened.exhausted and not opened.backwards and _outcome(opened) is False:
             self._name(opened)
-
-    def _passed(self, opened: Pass) -> None:
-        """Note that a pass has begun or ended: eval modes that are set from now on are fresh."""
-        if not opened.in_thread:
-            self._evals = self._optimizers.evals
 
     def _name(self, unused: Pass) -> None:
         """Warn, once for its line, of a pass over a share in which no optimizer has stepped."""

@@ -48,13 +48,11 @@ class Modules(Interceptor):
     Attributes:
         first: the modules that existed when the scope opened.
         count: the number of parameters that were made outside training passes, the same on all ranks.
-        evals: how often the script has put a module in eval mode.
     """
 
     def __init__(self, passes: Passes, modules: Iterable[nn.Module] = ()) -> None:
         self._passes, self.first = passes, list(modules)
         self._outer: weakref.WeakKeyDictionary[nn.Module, _Eval] = weakref.WeakKeyDictionary(dict.fromkeys(self.first, _Eval()))
-        self.evals = 0
         self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._holders: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -94,8 +92,8 @@ class Modules(Interceptor):
     def set_mode(self, module: nn.Module, training: bool) -> None:
         self._outer.setdefault(module, _Eval())
         if not training and not is_on_one_rank():  # what one rank does to a model must not change what the next pass is on that rank
-            self.evals += 1
-            self._outer[module] = _Eval(self.evals, script_place())
+            self._passes.evals += 1
+            self._outer[module] = _Eval(self._passes.evals, script_place())
 
     def copied_module(self, module: nn.Module) -> None:
         if not self._passes.training and not is_on_one_rank():
@@ -106,7 +104,7 @@ class Modules(Interceptor):
 
         Args:
             parameters: parameters. A frozen ``bn.eval()`` is not enough to put a model in eval mode.
-            since: an earlier value of ``evals``.
+            since: an earlier value of ``Passes.evals``.
         """
         trainable = {id(p) for p in parameters if p.requires_grad}
         in_eval, training, freshly = set[int](), set[int](), set[int]()

@@ -277,15 +277,10 @@ class Optimizers(Interceptor):
         """Whether ``optimizer`` was built inside a training pass, for what was made there."""
         return optimizer in self._batch_optimizers
 
-    @property
-    def evals(self) -> int:
-        """How often the script has put a module in eval mode."""
-        return self._modules.evals
-
     def evaluate(self, since: int = -1) -> bool:
         """Whether the models of the optimizers that stepped in the last pass are in eval mode; before the first step, those of all at work.
 
-        With ``since``, an earlier value of ``evals``: whether, besides, the script has put one of them in eval mode after that.
+        With ``since``, an earlier value of ``Passes.evals``: whether, besides, the script has put one of them in eval mode after that.
         """
         return self._modules.evaluates(self._judged(), since)
 

@@ -179,6 +179,8 @@ class Passes:
         backwards: the number of backwards so far.
         begun: the number of passes over loaders that the thread of the loop has begun.
         draws: the number of batches that it has drawn, in passes of all kinds.
+        evals: how often the script has put a module in eval mode.
+        evals_before: that number when a pass last began or ended; ``None`` before the first pass.
         whole_at: the first line with a pass that every rank has read whole with gradients on, and without ``parwrap.replicate``.
         clock: how long the loop has trained and waited.
     """
@@ -190,7 +192,8 @@ class Passes:
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._left: Pass | None = None  # the pass that ended last, if it was left before its end
         self._same_draws, self._unsent = 0, False
-        self.batches = self.backwards = self.begun = self.draws = 0
+        self.batches = self.backwards = self.begun = self.draws = self.evals = 0
+        self.evals_before: int | None = None
         self.whole_at: Place | None = None
         self.clock = Clock()
         self._thread = threading.current_thread()
@@ -241,6 +244,7 @@ class Passes:
             if each.waits_for_step and not each.left_out:
                 each.together = opened.together = True
         self._open.append(opened)
+        self.note_modes(opened)
         if opened.trains:
             self.clock.began_pass()
         self._unsent = self._unsent or bool(opened.data)
@@ -253,6 +257,7 @@ class Passes:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
         if closed in self._open:
             self._open.remove(closed)
+            self.note_modes(closed)
             self._left = None if closed.after_eval or (closed.exhausted and not closed.backwards) else closed
             if closed.trains:
                 self._last_training = closed if closed.untrained else None
@@ -261,6 +266,11 @@ class Passes:
                 elif closed.backwards and closed.untrained == closed.depth:
                     closed.steps_left = closed.untrained
                 self.clock.epochs[closed.place] += closed.exhausted
+
+    def note_modes(self, each: Pass | None = None) -> None:
+        """Note that a pass begins or ends: eval modes that the script sets from now on are fresh."""
+        if each is None or not each.in_thread:
+            self.evals_before = self.evals
 
     def data_to_send(self) -> tuple[int, ...]:
         """The digits of all passes that have not sent theirs, added up; empty if all have."""

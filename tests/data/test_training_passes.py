@@ -885,3 +885,37 @@ def test_ranks_that_disagree_on_whether_a_pass_trains_stop():
 
     with pytest.raises(RankMismatchError, match=r"a share on some ranks and everything on others in the pass at training\.py"):
         train()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("evaluation", [parwrap.evaluate(reduce="sum"), parwrap.rank_zero_first], ids=["evaluate", "in turn"])
+def test_an_eval_mode_that_an_evaluation_of_parwraps_decorators_leaves_behind_says_nothing(evaluation):
+    with parwrap.distributed():
+        training, seen = Training(), []
+
+        @evaluation
+        def evaluate():
+            training.model.eval()
+            with torch.no_grad():
+                return sum(len(batch) for batch in in_order())
+
+        for _ in range(2):
+            seen.append(training.train(in_order()))
+            evaluate()
+
+    assert [share()] * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_alone_reads_after_an_eval_changes_no_loop():
+    with parwrap.distributed():
+        training, seen = Training(), []
+        check = parwrap.rank_zero_only(lambda: read(in_order()))
+        for _ in range(2):
+            training.model.train()
+            seen.append(training.train(in_order()))
+            training.model.eval()
+            check()
+            seen.append([sample for batch in in_order() for sample in batch.tolist()])
+
+    assert [share(), WHOLE] * 2 == seen

@@ -231,11 +231,11 @@ def test_a_mode_is_what_modules_say(optimizers):
     assert ([built], [False, True, False, True, False, True, False]) == (optimizers.all(), modes)
 
 
-def test_an_eval_mode_is_fresh_after_a_call_of_eval_on_a_module_of_the_optimizers(optimizers):
+def test_an_eval_mode_is_fresh_after_a_call_of_eval_on_a_module_of_the_optimizers(optimizers, passes):
     model, teacher = linear(), linear()
     built = SGD(model.parameters(), lr=1.0)
     model.eval()
-    before = optimizers.evals
+    before = passes.evals
     stale = optimizers.evaluate(since=before)
     teacher.eval()
     of_another = optimizers.evaluate(since=before)
