@@ -52,6 +52,9 @@ class Interceptor:
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
 
+    def divided(self, loss: torch.Tensor, divisor: float, result: torch.Tensor) -> None:
+        """The script has divided ``loss``, a scalar that requires grad, by a number to get ``result``."""
+
     def use_scaler(self, call: ScalerCall) -> Any:
         """The script has called ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result."""
 

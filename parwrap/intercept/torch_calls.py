@@ -157,6 +157,16 @@ def _scaled(interceptor: Interceptor) -> Patches:
     return [Patch(torch.amp.GradScaler, "scale", scale)]
 
 
+def _divided(interceptor: Interceptor) -> Patches:
+    def divide(wrapped: Callable, instance: torch.Tensor, args: tuple, kwargs: dict) -> Any:
+        result = wrapped(*args, **kwargs)
+        if instance.numel() == 1 and result.requires_grad and type(args[0]) in (int, float) and not torch.compiler.is_compiling():
+            interceptor.divided(instance, args[0], result)
+        return result
+
+    return [Patch(torch.Tensor, "__truediv__", divide)]
+
+
 def _use_scaler(interceptor: Interceptor) -> Patches:
     """Patch three methods of ``GradScaler``, for a script with its own scaler. Calls by torch and parwrap run unchanged."""
 
@@ -622,6 +632,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "backward": _backward,
     "criterion": _criterion,
     "scaled": _scaled,
+    "divided": _divided,
     "use_scaler": _use_scaler,
     "retain_grad": _retain_grad,
     "enter_autocast": _enter_autocast,
@@ -660,7 +671,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
 }
 """The function that makes the patches of each call, by the name of the method of ``Interceptor``."""
 
-IN_GRAPHS = {"criterion", "retain_grad", "enter_autocast", "norm", "made", "call", "use_sharded"}
+IN_GRAPHS = {"criterion", "divided", "retain_grad", "enter_autocast", "norm", "made", "call", "use_sharded"}
 """The calls whose wrappers ``torch.compile`` may put into a graph, where they change nothing. It calls all others outside of graphs."""
 
 WHY = "parwrap does more in this call, which no graph can hold: compile without fullgraph=True, or leave this call out"

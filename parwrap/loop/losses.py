@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
@@ -90,25 +91,32 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
                 nodes.append(following)
 
 
-class _Scaled(NamedTuple):
-    """One call of ``GradScaler.scale``: its result, the loss it was called with, and the scale."""
+class _Origin(NamedTuple):
+    """A loss from which a scalar was computed, and the factor between them."""
 
-    result: weakref.ref[torch.Tensor]
     loss: weakref.ref[torch.Tensor]
-    scale: torch.Tensor
+    factor: float | torch.Tensor
 
 
 class Losses(Interceptor):
     """The scalar that a backward is called on, to send it with the gradients and to write the mean over ranks into it."""
 
     def __init__(self) -> None:
-        self._scaled: dict[int, _Scaled] = {}
+        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # from a multiple of a loss to what it was computed from
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
-        self._scaled = {number: each for number, each in self._scaled.items() if each.result() is not None}
         for one, scaled in zip(loss, result, strict=True) if isinstance(loss, (list, tuple)) else [(loss, result)]:
             if isinstance(one, torch.Tensor):
-                self._scaled[id(scaled)] = _Scaled(weakref.ref(scaled), weakref.ref(one), scale)
+                self._note(one, scale.to(one.device).reshape(()), scaled)
+
+    def divided(self, loss: torch.Tensor, divisor: float, result: torch.Tensor) -> None:
+        if divisor:
+            self._note(loss, 1 / divisor, result)
+
+    def _note(self, loss: torch.Tensor, factor: float | torch.Tensor, result: torch.Tensor) -> None:
+        """Note that ``result`` is ``loss`` times ``factor``. The script may drop a loss between, as in ``loss / 4 / 3``."""
+        before = [_Origin(each.loss, each.factor * factor) for each in self._origins.get(loss, ()) if each.loss() is not None]
+        self._origins[result] = [_Origin(weakref.ref(loss), factor), *before]
 
     def root(self, call: Backward) -> torch.Tensor | None:
         """The floating-point scalar that the script has called backward on, alone and without a gradient; ``None`` in other cases."""
@@ -118,16 +126,13 @@ class Losses(Interceptor):
         return root if isinstance(root, torch.Tensor) and root.numel() == 1 and root.is_floating_point() else None
 
     def write_mean(self, root: torch.Tensor, call: Backward, mean: float | torch.Tensor) -> None:
-        """Write ``mean`` into ``root``. If a ``GradScaler`` has multiplied a loss to get ``root``, write its unscaled mean into that loss.
+        """Write ``mean`` into ``root``, and what follows from it into the losses that a scaler or a division has changed to get ``root``.
 
         Nothing is written if the graph is kept, because a second backward may need the value. Leaves are not written, and neither are
         views, because they share memory with other numbers.
         """
-        if call.keeps_graph or root.grad_fn is None:
+        if call.keeps_graph:
             return
-        if view_base(root) is None:
-            root.data.fill_(mean)
-        scaled = self._scaled.get(id(root))
-        loss = scaled.loss() if scaled is not None and scaled.result() is root else None
-        if scaled is not None and loss is not None and loss is not root and loss.grad_fn is not None and view_base(loss) is None:
-            loss.data.copy_((mean / scaled.scale.to(loss.device)).reshape(loss.shape))
+        for loss, factor in [(root, 1.0), *((each.loss(), each.factor) for each in self._origins.get(root, ()))]:
+            if loss is not None and loss.grad_fn is not None and view_base(loss) is None:
+                loss.data.fill_(mean / factor)

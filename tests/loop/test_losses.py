@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from parwrap.loop.losses import leading_sizes, reached, reenters, sparsely_used
+from parwrap.loop.losses import Losses, leading_sizes, reached, reenters, sparsely_used
 
 
 def ids(tensors):
@@ -78,7 +78,10 @@ def scope(change):
     [
         ("plain", 2.0),
         ("double", 2.0),
-        ("quotient", None),
+        ("quotient", 2.0),
+        ("quotient of a quotient", 2.0),
+        ("quotient by zero", None),
+        ("quotient that is a part", None),
         ("function", 2.0),
         ("retained", None),
         ("view", None),
@@ -96,6 +99,12 @@ def test_the_scalar_that_backward_was_called_on_is_the_mean_over_ranks(kind, exp
             loss.backward()
         elif kind == "quotient":
             (loss / 4).backward()
+        elif kind == "quotient of a quotient":
+            (loss / 4 / 3).backward()
+        elif kind == "quotient by zero":
+            (loss / 0).backward()
+        elif kind == "quotient that is a part":
+            (loss / 4 + 1).backward()
         elif kind == "function":
             torch.autograd.backward(loss)
         elif kind == "retained":
@@ -135,12 +144,21 @@ def test_a_quotient_of_the_loss_gets_the_mean_of_quotients():
 def test_a_loss_that_a_scaler_has_multiplied_gets_the_mean_too():
     def change(loss, model, optimizer):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaled = scaler.scale(loss)
+        part = loss / 2
+        scaled = scaler.scale(part)
         scaled.backward()
-        return loss.item(), scaled.item()
+        return loss.item(), part.item(), scaled.item()
 
     with parwrap.distributed():
-        assert (2.0, 16.0) == scope(change)[1]
+        assert (2.0, 1.0, 8.0) == scope(change)[1]
+
+
+def test_a_divided_loss_keeps_nothing_alive():
+    losses = Losses()
+    quotient = torch.ones((), requires_grad=True).square() / 2
+    losses.divided(quotient, 2, quotient / 2)
+
+    assert not losses._origins
 
 
 @pytest.mark.ranks(2)
