@@ -157,13 +157,13 @@ class Loops:
         optimizers = self._optimizers
         before = self._passes.evals_before
         fresh = before is not None and optimizers.evaluate(since=before)
-        lines = self._lines.setdefault((stack, fresh, shuffles), _Lines())
-        for unused in lines.settle(self._passes.is_open):
-            self._name(unused)
-        loop = self._loops.setdefault(dataset, {}).setdefault((stack, fresh), _Loop())
+        loop, lines = self._find(stack, dataset, shuffles, fresh)
+        after_eval, _ = self._find(stack, dataset, shuffles, True)
         last_time = loop.last_time()
         if last_time is None and len(lines.outcomes) == 1:
             (last_time,) = lines.outcomes
+        if last_time is None and after_eval.last_time():  # a loop that trained although the model was put in eval mode trains anyway
+            last_time = True
         why = why_whole(
             gradients_on=torch.is_grad_enabled(),
             last_time=last_time,
@@ -175,6 +175,13 @@ class Loops:
         if why == IN_EVAL and (place := optimizers.eval_place()) is not None:
             why = f"{why} since {place}"
         return Start("" if sharded else why, fresh, loop, lines)
+
+    def _find(self, stack: tuple[Line, ...], dataset: Any, shuffles: bool, after_eval: bool) -> tuple[_Loop, _Lines]:
+        """The loop that begins in this way, and all loops at its lines. What their passes did is noted first."""
+        lines = self._lines.setdefault((stack, after_eval, shuffles), _Lines())
+        for unused in lines.settle(self._passes.is_open):
+            self._name(unused)
+        return self._loops.setdefault(dataset, {}).setdefault((stack, after_eval), _Loop()), lines
 
     def begin(self, start: Start, opened: Pass) -> None:
         """Note that the pass ``opened`` begins as ``start`` says. A pass without gradients shows nothing of its loop."""

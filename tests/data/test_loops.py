@@ -169,6 +169,8 @@ def script():
         ("eval opt trains A5*+ trains A5*+", "SS"),  # a pretrained model is in eval mode
         ("eval opt trains A5+ trains A5+ A5+", "WSS"),
         ("opt eval A5*+ eval A5*+ eval A5*+", "SWS"),  # fine-tuning in eval mode
+        ("opt train A5*+ eval opt trains A7*+ eval 0B9- trains A7*+", "SWWS"),  # a second model that is loaded in eval mode
+        ("opt train A5+ eval A7+ A7+ A7- A7+", "SWSSW"),  # in eval mode at first
         ("opt train A5+ train B9- train B9-", "SWW"),  # MC dropout
         ("opt train A5+ B9<- B9<-", "SWW"),  # a quick look at the test set, left by break
         # what steps
