@@ -17,6 +17,12 @@ NUMPYS = ["1.26"]
 TORCH, PYTHON = "2.13", "3.11"
 """Those of constraints.txt; each session changes one of them, or numpy."""
 
+LIBRARIES = [
+    *("transformers", "accelerate", "datasets", "lightning", "skorch", "scikit-learn", "pytorch-ignite", "sentence-transformers"),
+    *("peft", "poutyne"),
+]
+"""Those that ``tests/libraries`` trains with. Nothing else installs them, so there these tests are skipped."""
+
 nox.needs_version = ">=2025.10.14"
 nox.options.sessions = [f"python-{PYTHON}", "package"]
 nox.options.error_on_missing_interpreters = True
@@ -49,6 +55,13 @@ for version in PYTHONS:
     add_session(f"python-{version}", python=version)
 for version in NUMPYS:
     add_session(f"numpy-{version}", numpy=version)
+
+
+@nox.session(python=PYTHON)
+def libraries(session: nox.Session) -> None:
+    """Install the libraries of docs/libraries.rst, and run their tests or the options and tests that follow ``--``."""
+    session.install(f"torch=={TORCH}.*", "-e", ".[test]", *LIBRARIES, *constraints(session))
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/libraries"]))
 
 
 @nox.session(python=PYTHON)

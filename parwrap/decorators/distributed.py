@@ -590,8 +590,15 @@ class HiddenWhileRead(Interceptor):
         return groups.is_reading_stream() and not is_ours(frame.f_code.co_filename)
 
 
-ACT_ALONE = {"transformers": "save_pretrained() writes nothing on ranks above 0, which then cannot read it back"}
-"""Libraries that would act on the process group by themselves, each with what goes wrong. Metrics, for example, need the group."""
+ACT_ALONE = {
+    "transformers": "save_pretrained() writes nothing on ranks above 0, which then cannot read it back",
+    "ignite": "handlers save and log on rank 0 only; metrics add up over ranks what every rank has read whole",
+    **dict.fromkeys(
+        ("lightning", "lightning_fabric", "pytorch_lightning"),
+        "Trainer takes the group for that of its own strategy, whose processes then wait for another one",
+    ),
+}
+"""Libraries that would act on the process group by themselves, each with what goes wrong (docs/libraries.rst). torchmetrics needs it."""
 
 
 class HiddenGroup(Interceptor):
