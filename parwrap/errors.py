@@ -57,7 +57,13 @@ class RankZeroError(ParwrapError):
 OF_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
-def explain(error: BaseException, ranks: int = 1, part: int | None = None, written: Sequence[str] = ()) -> None:
+def explain(
+    error: BaseException,
+    ranks: int = 1,
+    part: int | None = None,
+    short: tuple[int, int] | None = None,
+    written: Sequence[str] = (),
+) -> None:
     """Add a note with advice to an error about device numbers, batch norms, fixed batch sizes or missing files, unless it has notes.
 
     Before Python 3.11 it does nothing.
@@ -66,10 +72,12 @@ def explain(error: BaseException, ranks: int = 1, part: int | None = None, writt
         error: the error.
         ranks: the number of ranks.
         part: the number of samples in this rank's part of a batch; ``None`` if batches are not divided.
+        short: the sizes of a short last batch of this rank's share and of all batches of one process; ``None`` if that is not the case.
         written: names of the files that only this rank sees, the last ones written.
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
         return
+    of_shapes = isinstance(error, (RuntimeError, ValueError, IndexError)) and OF_SHAPES.search(in_one_line(error))
     if any("invalid device ordinal" in text for text in error.args if isinstance(text, str)):
         error.add_note(
             "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "
@@ -80,7 +88,13 @@ def explain(error: BaseException, ranks: int = 1, part: int | None = None, writt
             f"parwrap: each of {ranks} ranks has its share of the samples, so a batch may be one sample here and more in one process. "
             "Compute the statistics over all ranks, @parwrap.sync_bn (--sync-bn), or set drop_last=True in the loader."
         )
-    elif part is not None and isinstance(error, (RuntimeError, ValueError, IndexError)) and OF_SHAPES.search(in_one_line(error)):
+    elif short is not None and of_shapes:
+        error.add_note(
+            f"parwrap: the last batch of this rank's share has {counted(short[0], 'sample')}, where every batch of one process has "
+            f"{short[1]}. If a batch size is fixed in the code, read it from the tensors, x.shape[0], set drop_last=True in the loader, or "
+            "choose a batch size that divides the share."
+        )
+    elif part is not None and of_shapes:
         error.add_note(
             f'parwrap: with batch="global" this rank has a part of each batch, {counted(part, "sample")} of the last one. If a batch size '
             'is fixed in the code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'

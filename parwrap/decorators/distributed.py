@@ -458,6 +458,10 @@ class _Scope(Interceptor):
         """The number of samples in this rank's part of a batch; ``None`` if batches are not divided."""
         return self.loop.passes.samples if self.loop is not None and self._options.batch == "global" else None
 
+    def short(self) -> tuple[int, int] | None:
+        """The sizes of this rank's short last batch and of all batches of one process; ``None`` if one process has a short one too."""
+        return self.loop.passes.short if self.loop is not None else None
+
     def _end(self, returns: bool, quiet: bool) -> None:
         """End together with the other ranks, and print the summary. After an interrupt do neither: some ranks may have caught it.
 
@@ -632,7 +636,11 @@ def explained() -> Iterator[None]:
         group = groups.current()
         opened = current()
         explain(
-            error, 1 if group is None else group.world.size, None if _scope is None else _scope.part(), opened.written() if opened else ()
+            error,
+            1 if group is None else group.world.size,
+            None if _scope is None else _scope.part(),
+            None if _scope is None else _scope.short(),
+            opened.written() if opened else (),
         )
         raise
 

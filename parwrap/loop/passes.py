@@ -99,6 +99,7 @@ class Pass:
         drawn_by_loop: how many of these the thread of the loop has drawn.
         drawn_after: the number of all backwards when it drew its last batch.
         samples: the number of samples in the batches drawn.
+        sizes: the number of samples in the first batch drawn and in the last one.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
         endless_from: if its sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
         exhausted: whether it was read to its end.
@@ -129,6 +130,7 @@ class Pass:
     drawn_by_loop: int = 0
     drawn_after: int = 0
     samples: int = 0
+    sizes: tuple[int, int] = (0, 0)
     whole: int | None = None
     endless_from: int = 0
     exhausted: bool = False
@@ -148,6 +150,7 @@ class Pass:
     def drew(self, samples: int) -> None:
         """Note that a batch of ``samples`` samples was drawn."""
         self.samples += samples
+        self.sizes = self.sizes[0] or samples, samples
         self.untrained += 1
         self._trained = False
         if self.weights is not None:
@@ -378,6 +381,15 @@ class Passes:
         """The number of samples in this rank's part of the batch drawn last; ``None`` if batches have no weights."""
         training = self.training or self._last_training
         return training.in_flight[-1].samples if training is not None and training.in_flight else None
+
+    @property
+    def short(self) -> tuple[int, int] | None:
+        """The sizes of a short last batch of a share and of all batches of one process; ``None`` if one process has a short one too."""
+        training = self.training or self._last_training
+        if training is None or not training.shared or training.weights is not None:
+            return None
+        full, last = training.sizes
+        return (last, full) if training.whole and last < full and training.whole % full == 0 else None
 
     def is_stand_in(self, samples: int) -> bool:
         """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and only joins the step."""

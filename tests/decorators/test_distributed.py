@@ -394,6 +394,26 @@ def test_a_batch_size_that_is_fixed_in_the_code_is_explained(batch, notes):
         ]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("samples", "notes"), [(12, 1), (13, 0)])
+def test_a_batch_that_is_short_only_in_a_share_is_explained(samples, notes):
+    """Such as a hidden state that is made once, for batches of 4."""
+
+    @parwrap.distributed
+    def train(model):
+        torch.optim.SGD(model.parameters(), 0.1)
+        for x in DataLoader(torch.ones(samples, 2), batch_size=4):
+            x + torch.zeros(4, 2)
+
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        train(nn.Linear(2, 1))
+
+    short = "parwrap: the last batch of this rank's share has 2 samples, where every batch of one process has 4."
+    assert notes == len(getattr(caught.value, "__notes__", []))
+    assert all(note.startswith(short) and "drop_last=True" in note for note in getattr(caught.value, "__notes__", []))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("module", "sees"),
