@@ -52,7 +52,7 @@ from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
-from parwrap.loop.passes import Pass
+from parwrap.loop.passes import Batch, Pass
 from parwrap.places import Line, Place, call_stack, script_place, warn
 from parwrap.ranks.group import is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
@@ -261,7 +261,7 @@ class Loaders(Sources, Interceptor):
             known.open.remove(opened)
         super().end(iteration, exhausted)
 
-    def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
+    def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[Batch] | None]:
         """The copy of ``loader`` that this rank reads, and a queue that gets the weight of each batch it draws; ``None`` if all are 1."""
         options, rank, size = self._options(), self._rank, self._size
         sampler = _sampler(loader)
@@ -323,7 +323,7 @@ class Loaders(Sources, Interceptor):
             return DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, seed, sampler.drop_last)
         return distributed_sampler(loader, rank, size, seed, self._options().uneven)
 
-    def _continued(self, share: DataLoader, known: _Known) -> tuple[DataLoader, deque[float] | None]:
+    def _continued(self, share: DataLoader, known: _Known) -> tuple[DataLoader, deque[Batch] | None]:
         """The copy ``share``, whose workers persist, set to the order of this pass; and its queue of weights, as in :meth:`_share`."""
         if known.sampler is not None:
             known.sampler.seed = known.seed

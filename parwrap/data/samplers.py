@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.errors import UsageError, counted
+from parwrap.loop.passes import Batch
 from parwrap.places import script_place
 from parwrap.torch_private.dataloader import ITERATOR
 
@@ -30,6 +31,7 @@ __all__ = [
     "divides_itself",
     "in_rounds",
     "is_plain",
+    "lacks_samples",
     "part_of",
     "refuse_nothing",
     "resampled",
@@ -58,13 +60,13 @@ class DealtBatches:
     >>> [list(DealtBatches("abcde", rank, 2, uneven="drop")) for rank in (0, 1)]
     [['a', 'c'], ['b', 'd']]
     >>> joined = DealtBatches([[0, 1], [2, 3], [4, 5]], rank=1, size=2, uneven="join")
-    >>> list(joined), list(joined.weights)
+    >>> list(joined), [batch.weight for batch in joined.weights]
     ([[2, 3], [4, 5]], [1.0, 0.0])
     """
 
     def __init__(self, batches: Iterable, rank: int, size: int, uneven: str = "pad") -> None:
         self.batches, self.rank, self.size, self.uneven = batches, rank, size, uneven
-        self.weights: deque[float] | None = deque() if uneven == "join" else None
+        self.weights: deque[Batch] | None = deque() if uneven == "join" else None
 
     def __iter__(self) -> Iterator:
         first: list = []
@@ -84,7 +86,8 @@ class DealtBatches:
         mine = turn[self.rank] if self.rank < len(turn) else None
         if self.weights is not None:
             samples = [len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1 for batch in turn]
-            self.weights.append(0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1))
+            weight = 0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1)
+            self.weights.append(Batch(samples[0 if mine is None else self.rank], weight))
         return turn[0] if mine is None else mine
 
     def __len__(self) -> int:
@@ -119,20 +122,20 @@ class SplitBatches:
     """This rank's part of every batch, in order. For each drawn batch, the weight of its part is added to ``weights``.
 
     >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
-    >>> list(split), list(split.weights)
+    >>> list(split), [batch.weight for batch in split.weights]
     ([[3], [4]], [0.6666666666666666, 0.0])
     """
 
     def __init__(self, batches: Iterable, rank: int, size: int) -> None:
         self.batches = batches
         self.rank, self.size = rank, size
-        self.weights: deque[float] = deque()
+        self.weights: deque[Batch] = deque()
 
     def __iter__(self) -> Iterator[list]:
         self.weights.clear()
         for batch in self.batches:
             part, weight = part_of(list(batch), self.rank, self.size)
-            self.weights.append(weight)
+            self.weights.append(Batch(len(part), weight))
             yield part
 
     def __len__(self) -> int:
@@ -233,6 +236,40 @@ def samples_in(batch: Any) -> int:
         else:
             batch = next(iter(vars(batch).values()))
     return 1
+
+
+def lacks_samples(batch: Any, drawn: int) -> bool:
+    """Whether some of ``drawn`` samples are not in the collated ``batch``, as far as its tensors and lists show.
+
+    A tensor may have its samples in the second dimension, and a graph or a packed sequence shows them in another part of the batch.
+
+    >>> x, y = torch.zeros(5, 2), torch.zeros(5)
+    >>> lacks_samples((x, y), 6), lacks_samples((x, y), 5), lacks_samples(torch.zeros(3, 6), 6)
+    (True, False, False)
+    """
+    if samples_in(batch) >= drawn:
+        return False
+    shapes = list(_shapes(batch))
+    tensors = [shape for shape, is_tensor in shapes if is_tensor]
+    second = all(drawn in shape[1:2] for shape in tensors)
+    return bool(tensors) and not second and all(shape[0] != drawn for shape, _ in shapes)
+
+
+def _shapes(batch: Any, deep: int = 0) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The shapes of tensors and lists in ``batch``, each with whether it is a tensor's; without those of single numbers."""
+    if deep > DEEPEST or isinstance(batch, (str, bytes)):
+        return
+    if isinstance(shape := getattr(batch, "shape", None), tuple):
+        if shape:
+            yield tuple(shape), True
+        return
+    if isinstance(batch, (tuple, list)):
+        yield (len(batch),), False
+        inside: Iterable = batch
+    else:
+        inside = (batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})).values()
+    for each in inside:
+        yield from _shapes(each, deep + 1)
 
 
 def divides_itself(sampler: Any, rank: int, size: int) -> bool:

@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from parwrap.data.loops import Loops
-from parwrap.data.samplers import samples_in
+from parwrap.data.samplers import lacks_samples, samples_in
 from parwrap.data.streams import Part
 from parwrap.intercept.intercepted_calls import Batches
 from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Pass, Passes, script_drops
+from parwrap.loop.passes import Batch, Pass, Passes, script_drops
 from parwrap.options import Options
 from parwrap.places import Place, call_stack
 from parwrap.ranks.group import Group, say
@@ -154,9 +154,9 @@ class PassIterator(Batches):
             if opened.trains:
                 self._passes.clock.data += time.perf_counter() - asked
             if type(batch) is Part:
-                opened.weights.append(batch.weight)  # type: ignore[union-attr]
+                opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
                 batch = batch.batch
-            self._passes.drew(opened, lambda: self.samples_in(batch))
+            self._passes.drew(opened, lambda: self.samples_in(batch), lambda drawn: lacks_samples(batch, drawn))
             if opened.endless_from and opened.samples > opened.endless_from:
                 sources.say_endless(opened)
         return batch

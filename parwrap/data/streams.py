@@ -101,10 +101,12 @@ class Part(NamedTuple):
 
     Attributes:
         weight: its weight in an average over ranks.
+        samples: the number of samples that were collated.
         batch: the collated samples.
     """
 
     weight: float
+    samples: int
     batch: Any
 
 
@@ -117,7 +119,7 @@ class CollatePart(NamedTuple):
 
     def __call__(self, samples: list[Any]) -> Part:
         part, weight = part_of(samples, self.rank, self.size)
-        return Part(weight, self.collate(part))
+        return Part(weight, len(part), self.collate(part))
 
 
 def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -> dict[str, Any]:
@@ -212,7 +214,7 @@ class EndsTogether:
         self._last = batch
         if self._uneven != "join":
             return batch
-        return Part(samples * len(counts) / sum(counts), batch)
+        return Part(samples * len(counts) / sum(counts), samples, batch)
 
     def _again(self) -> Any:
         """The next batch after the end of this rank's part, which begins again."""

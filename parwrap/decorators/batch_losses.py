@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from parwrap.decorators.distributed import open_loop, open_passes, trains_apart
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.loop.losses import leading_sizes
+from parwrap.loop.losses import counts_samples, leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.norm.exchange import Statistics, statistics_of
 from parwrap.ranks.agreement import agree_on, home
@@ -97,7 +97,9 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         weight = loop.passes.batch(lambda: leading_sizes([loss_sum])).weight
         scale = weight * loss_factor(weight, world_size(), loop.options())
     total = reduce_sum(number if scale else 0.0)
-    return loss_sum * (world_size() / total / scale if total and scale else 0.0)
+    loss = loss_sum * (world_size() / total / scale if total and scale else 0.0)
+    counts_samples(loss)
+    return loss
 
 
 def _reads_whole() -> bool:

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward, Criterion
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.loop.losses import leading_sizes
+from parwrap.loop.losses import counts_samples, leading_sizes
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
 from parwrap.places import script_place
@@ -82,6 +82,7 @@ class Divisors(Interceptor):
             return loss
         mean_loss = _MeanLoss(call)
         result = cast(torch.Tensor, _Weighted.apply(loss, mean_loss))
+        counts_samples(result)
         self._open.append((weakref.ref(cast(Node, result.grad_fn)), mean_loss))
         return result
 

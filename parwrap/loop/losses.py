@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -15,7 +15,7 @@ from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.torch_private.autograd import input_metadata, saved_sparse, view_base
 
-__all__ = ["Losses", "leading_sizes", "reached", "reenters", "sparsely_used"]
+__all__ = ["Losses", "counts_samples", "is_part_of_mean", "leading_sizes", "reached", "reenters", "sparsely_used"]
 
 VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 
@@ -29,6 +29,26 @@ def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor
     """
     found = {id(node.variable): node.variable for node in _nodes(tensors) if hasattr(node, "variable")}
     return list(reversed(found.values()))
+
+
+COUNTED = "parwrap: a part of the mean over all ranks"
+
+
+def counts_samples(loss: torch.Tensor) -> None:
+    """Note that ``loss`` is this rank's part of a mean over the samples of all ranks, whatever weight its batch has."""
+    if loss.grad_fn is not None:
+        cast(Any, loss.grad_fn).metadata[COUNTED] = True
+
+
+def is_part_of_mean(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
+    """Whether a backward of ``tensors`` reaches leaf tensors only through losses that :func:`counts_samples` has noted.
+
+    >>> loss = torch.nn.Parameter(torch.ones(2)).sum() * 2
+    >>> counts_samples(loss)
+    >>> is_part_of_mean([loss]), is_part_of_mean([loss + torch.nn.Parameter(torch.ones(()))])
+    (True, False)
+    """
+    return not any(hasattr(node, "variable") for node in _nodes(tensors, without=lambda node: COUNTED in node.metadata))
 
 
 def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
@@ -74,8 +94,8 @@ def _is_view_of_leaf(node: Any) -> bool:
     return node.name().startswith(VIEWS) and all(hasattr(following, "variable") for following, _ in node.next_functions)
 
 
-def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
-    """The nodes of the graph behind ``tensors``, each once, depth first."""
+def _nodes(tensors: Iterable[torch.Tensor | GradientEdge], without: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The nodes of the graph behind ``tensors``, each once, depth first, but not the nodes ``without`` and what is behind these only."""
     nodes = [
         each.node if isinstance(each, GradientEdge) else get_gradient_edge(each).node
         for each in tensors
@@ -84,6 +104,8 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
+        if without(node):
+            continue
         yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

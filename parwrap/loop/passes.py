@@ -36,10 +36,12 @@ class Batch(NamedTuple):
     Attributes:
         samples: the number of samples in this rank's part.
         weight: the weight of this part in an average over ranks; the weights of all ranks have mean 1.
+        left_out: how many samples were drawn for this part that are not in it, because the collate function left them out.
     """
 
     samples: int
     weight: float
+    left_out: int = 0
 
 
 def loss_factor(weight: float, size: int, options: Options) -> float:
@@ -86,7 +88,7 @@ class Pass:
         why_whole: why every rank reads everything in it; empty if it trains.
         sharded: whether the script has called ``parwrap.shard`` on the loader.
         data: digits of a hash of what must be the same on all ranks; they travel with the pass's first backward.
-        weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
+        weights: the batches that the sampler has drawn ahead, in order; ``None`` if their weights are all 1.
         drawn_at: the number of batches that all passes had drawn when it drew its last one.
         in_thread: whether another thread than the loop's reads it: what depends on when that thread runs is not compared between ranks.
         after_eval: whether the script had put the model in eval mode since the last pass when it began.
@@ -117,7 +119,7 @@ class Pass:
     why_whole: str = ""
     sharded: bool = False
     data: tuple[int, ...] = ()
-    weights: deque[float] | None = None
+    weights: deque[Batch] | None = None
     drawn_at: int = 0
     in_thread: bool = False
     after_eval: bool = False
@@ -147,15 +149,16 @@ class Pass:
         """Whether an optimizer has stepped on its batches."""
         return self.steps > 0
 
-    def drew(self, samples: int) -> None:
-        """Note that a batch of ``samples`` samples was drawn."""
+    def drew(self, samples: int, lacks: Callable[[int], bool]) -> None:
+        """Note that a batch of ``samples`` samples was drawn; ``lacks(n)`` returns whether some of ``n`` samples are not in it."""
         self.samples += samples
         self.sizes = self.sizes[0] or samples, samples
         self.untrained += 1
         self._trained = False
         if self.weights is not None:
             self.ahead = self.ahead or self.untrained > 1
-            self.in_flight.append(Batch(samples, self.weights.popleft()))
+            drawn = self.weights.popleft()
+            self.in_flight.append(Batch(samples, drawn.weight, drawn.samples - samples if lacks(drawn.samples) else 0))
             while len(self.in_flight) > max(MOST_IN_FLIGHT, self.untrained):
                 self.in_flight.popleft()
 
@@ -333,12 +336,15 @@ class Passes:
         self._same_draws += 1 if entered else -1
         self.draw()
 
-    def drew(self, opened: Pass, samples: Callable[[], int]) -> None:
-        """Note that ``opened`` has drawn a batch; ``samples()`` returns the number of its samples on this rank."""
+    def drew(self, opened: Pass, samples: Callable[[], int], lacks: Callable[[int], bool] = lambda drawn: False) -> None:
+        """Note that ``opened`` has drawn a batch; ``samples()`` returns the number of its samples on this rank.
+
+        ``lacks(n)`` returns whether some of ``n`` samples are not in it.
+        """
         self.draws += not opened.in_thread
         opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
         if opened.trains:
-            opened.drew(found := samples())
+            opened.drew(found := samples(), lacks)
             opened.drawn_by_loop += self.in_loop()
             self.clock.samples += found
             opened.drawn_after = self.backwards

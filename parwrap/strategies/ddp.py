@@ -18,7 +18,6 @@ from parwrap.checks.same_step import Entry
 from parwrap.checks.same_weights import SameWeights
 from parwrap.errors import UsageError
 from parwrap.intercept.intercepted_calls import Backward
-from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
@@ -73,8 +72,8 @@ class DDP(OneModel):
         self._check_backward()
 
         # how much does this rank's part of the batch count?
-        batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
-        scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
+        weight = self._weight(call)
+        scale = weight * loss_factor(weight, loop.group.world.size, loop.options())
         if self._local:
             self._sites.runs_locally()
             loop.divisors.weigh(call)
@@ -95,7 +94,7 @@ class DDP(OneModel):
         weighted = call
         if scale != 1.0:
             weighted, loss = call.times(scale), None if loss is None else loss * scale
-        numbers = loop.same_step.numbers(averager.number, batch.weight)
+        numbers = loop.same_step.numbers(averager.number, weight)
         loop.same_step.backward(averager.number, site.shown)
         try:
             if site.then_average or call.options["create_graph"]:

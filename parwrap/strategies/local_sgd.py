@@ -22,7 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from parwrap.checks.same_weights import is_due
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward
-from parwrap.loop.losses import leading_sizes
 from parwrap.loop.modules import has_values
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
@@ -100,7 +99,7 @@ class LocalSGD(DDP):
         if self._stepped:
             self._batches.clear()
             self._stepped = False
-        weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
+        weight = self._weight(call)
         self._batches.append(weight)
         loop.divisors.weigh(call)
         factor = loss_factor(weight, loop.group.world.size, loop.options()) if weight else 0.0

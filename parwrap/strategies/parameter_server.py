@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.errors import LockstepError, RankMismatchError, UsageError, in_one_line
 from parwrap.intercept.intercepted_calls import Backward
-from parwrap.loop.losses import leading_sizes
 from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.options import Options
@@ -176,7 +175,7 @@ class ParameterServer(OneModel):
         loop = self.loop
         if self._generation != loop.optimizers.generation:
             self._register()
-        weight = loop.passes.batch(lambda: leading_sizes(call.tensors)).weight
+        weight = self._weight(call)
         root, added = loop.losses.root(call), loop.divisors.weigh(call)
         scale = weight * loss_factor(weight, self._group.world.size, loop.options())
         loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale

@@ -18,9 +18,10 @@ from torch.optim import LBFGS, Optimizer
 from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.checks.same_step import SameStep
 from parwrap.errors import UsageError
+from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.divisors import Divisors
-from parwrap.loop.losses import Losses
+from parwrap.loop.losses import Losses, is_part_of_mean, leading_sizes
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
@@ -161,6 +162,25 @@ class OneModel(Strategy):
             f"parwrap: every worker reads everything in the pass at {innermost.place}: {innermost.why_whole}. Workers step by themselves, "
             f"so {size} workers take {size} times as many steps in it as one process. Write parwrap.shard(loader) before the loop."
         )
+
+    def _weight(self, call: Backward) -> float:
+        """The weight of this rank's part of the batch that ``call`` trains on.
+
+        Raises:
+            UsageError: the collate function has left samples out of the part, so its weight depends on what other ranks have left.
+        """
+        loop = self.loop
+        batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
+        if batch.left_out and loop.group.world.size > 1 and loop.options().loss == "mean" and not is_part_of_mean(call.roots):
+            option = 'batch="global"' if loop.options().batch == "global" else 'uneven="join"'
+            raise UsageError(
+                f"{script_place()} trains on {batch.samples} of the {batch.samples + batch.left_out} samples that the loader has drawn for "
+                f"this rank: its collate_fn leaves the others out. With {option} the loss of a rank counts by its number of samples, and "
+                "parwrap does not know how many the other ranks have left. Leave samples out of the dataset instead: "
+                "DataLoader(Subset(dataset, good), ...). Or give the sum of the losses and their number to "
+                "parwrap.mean_over_ranks(loss_sum, count)."
+            )
+        return batch.weight
 
     def _agree(self, kind: str, about: object, different: Callable[[Sequence[Any]], Exception]) -> None:
         """Return once all ranks are about to do the same, and have read the same data.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import parwrap
@@ -20,6 +21,7 @@ from parwrap.data.samplers import (
     copied_with,
     distributed_sampler,
     is_plain,
+    lacks_samples,
     samples_in,
     share_length,
     shuffles,
@@ -324,7 +326,7 @@ def test_batches_are_dealt_out_in_turn_to_all_ranks_alike(count, size, uneven):
     seen = [batch[0] for turn in zip(*shares, strict=True) for batch in turn]
     assert list(range(count if uneven != "drop" else count - count % size)) == (seen[:count] if uneven == "pad" else sorted(set(seen)))
     if uneven == "join":
-        assert all(sum(weights) == size for weights in zip(*(each.weights for each in dealt), strict=True))
+        assert all(sum(each.weight for each in turn) == size for turn in zip(*(each.weights for each in dealt), strict=True))
 
 
 @given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 5))
@@ -334,7 +336,7 @@ def test_batches_are_split_in_order(sizes, size):
     split = [SplitBatches(batches, rank, size) for rank in range(size)]
     parts = [list(each) for each in split]
     for index, batch in enumerate(batches):
-        weights = [each.weights[index] for each in split]
+        weights = [each.weights[index].weight for each in split]
         kept = [sample for part, weight in zip(parts, weights, strict=True) if weight for sample in part[index]]
 
         assert batch == kept
@@ -422,3 +424,30 @@ itself.root = itself
 )
 def test_the_number_of_samples_in_a_batch(batch, expected):
     assert expected == samples_in(batch)
+
+
+four = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "drawn", "expected"),
+    [
+        ((torch.zeros(3, 5), torch.zeros(3)), 5, True),
+        ({"x": torch.zeros(3, 5), "y": torch.zeros(3)}, 4, True),
+        (SimpleNamespace(x=torch.zeros(3, 2)), 4, True),
+        ([["a", "b", "c"], torch.zeros(3)], 4, True),
+        ((torch.zeros(4, 5), four), 4, False),
+        (torch.zeros(16, 5), 4, False),  # four crops of each sample
+        ((torch.zeros(3, 4), torch.zeros(2, 4)), 4, False),  # sequences of 3 and of 2 tokens
+        ((torch.zeros(3, 4), four), 4, False),
+        (([torch.zeros(3, 8), torch.zeros(3, 9), torch.zeros(3, 8), torch.zeros(3, 8)], [{}] * 4), 4, False),  # images of different sizes
+        (SimpleNamespace(x=torch.zeros(2, 9), y=four), 4, False),  # graphs
+        (nn.utils.rnn.pack_sequence([torch.zeros(1), torch.zeros(1)], enforce_sorted=False), 2, False),
+        (["a", "b", "c"], 4, False),
+        (object(), 4, False),
+        (None, 4, False),
+        (itself, 4, False),
+    ],
+)
+def test_whether_samples_were_left_out_of_a_batch(batch, drawn, expected):
+    assert expected is lacks_samples(batch, drawn)

@@ -584,6 +584,65 @@ def test_a_loss_that_is_a_sum_is_summed_over_a_global_batch_and_averaged_over_jo
     assert expected == pytest.approx(actual, abs=1e-12)
 
 
+class WithBadSamples(Dataset):
+    """Numbers, some of which cannot be read."""
+
+    def __init__(self):
+        self.data = numbers(48)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index] if index % 5 and index != 1 else None
+
+
+def without_bad(batch):
+    return default_collate([sample for sample in batch if sample is not None])
+
+
+LEFT_OUT = {
+    "in order": lambda: DataLoader(WithBadSamples(), 12, collate_fn=without_bad),
+    "workers": lambda: DataLoader(WithBadSamples(), 12, collate_fn=without_bad, num_workers=1),
+    "stream": lambda: DataLoader(Stream(WithBadSamples()), 12, collate_fn=without_bad),
+}
+
+
+@pytest.mark.ranks(3, fresh=True)
+@pytest.mark.parametrize("options", [{"batch": "global"}, {"uneven": "join"}], ids=str)
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_samples_that_the_collate_function_leaves_out_are_an_error_at_the_line_of_the_backward(kind, options):
+    with pytest.raises(UsageError, match=r"test_shares\.py:\d+ trains on \d+ of the \d+ samples .*mean_over_ranks"):
+        parwrap.distributed(**options)(trained)(LEFT_OUT[kind]())
+
+
+COUNTING = {
+    "cross entropy": lambda output, y: nn.functional.cross_entropy(output, (y > 0).long()[:, 0]),
+    "mean_over_ranks": lambda output, y: parwrap.mean_over_ranks((output[:, :1] - y).square().sum(), len(y)),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", COUNTING)
+def test_but_not_of_losses_that_count_their_samples(name):
+    def trained():
+        model = nn.Linear(2, 2).double()
+        with torch.no_grad():
+            model.weight.fill_(0.5), model.bias.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in LEFT_OUT["in order"]():
+            optimizer.zero_grad()
+            COUNTING[name](model(x), y).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    expected = alone(trained)
+    with parwrap.distributed(batch="global"):
+        actual = trained()
+
+    assert expected == pytest.approx(actual, abs=1e-12)
+
+
 @pytest.mark.ranks(2)
 def test_closures_weigh_alike():
     def fitted():

@@ -24,7 +24,7 @@ def streams():
 
 
 def opened(passes, *, trains=True, weights=None, data=()):
-    new = Pass(trains, trains, HERE, data=data, weights=None if weights is None else deque(weights))
+    new = Pass(trains, trains, HERE, data=data, weights=None if weights is None else deque(Batch(0, weight) for weight in weights))
     passes.begin(new)
     return new
 
