@@ -42,7 +42,7 @@ class Entry(IntEnum):
     STEP = -15
     """The number of earlier backwards in this training pass, or in the scope if none is open, modulo ``DIGITS``."""
     DRAWN = -14
-    """The number of batches that the loop has drawn in this training pass, modulo ``DIGITS``."""
+    """The number of batches that the loop has drawn in this training pass, or in the scope if none is open, modulo ``DIGITS``."""
     DATA = -13
     """Eight digits of what all ranks must read alike, in a pass's first backward."""
     WEIGHT = -5
@@ -223,7 +223,7 @@ class SameStep:
             if differ and differ[0] in (Entry.SET, Entry.STEP):
                 raise self.positions.error(self._steps_apart(mine[Entry.STEP], means[Entry.STEP], training))
             if differ and differ[0] == Entry.DRAWN:
-                raise self._skipped(mine, means, place)
+                raise self._skipped(mine, means, place, training)
             if differ:
                 different_data({(index - Entry.DATA) // 2 for index in differ}, training.place if training else place, self._passes.around)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
@@ -260,12 +260,12 @@ class SameStep:
         apart = "" if abs(mean - mine) <= TOLERANCE else f" (rank {rank} is in backward {mine + 1:.0f} of {where}, {others})"
         return f"their gradients belong to different steps{apart}"
 
-    def _skipped(self, mine: list[float], means: list[float], place: Place) -> LockstepError:
+    def _skipped(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> LockstepError:
         rank, size = self._world.rank, self._world.size
         drawn, mean, step = mine[Entry.DRAWN], means[Entry.DRAWN], mine[Entry.STEP] + 1
         others = f"the other rank {2 * mean - drawn:.0f}" if size == 2 else f"the ranks {mean:.4g} on average"
         return LockstepError(
-            f"the ranks train on batches that do not belong together in the backward at {place}: in backward {step:.0f} of its pass, rank "
+            f"the ranks train on batches that do not belong together in the backward at {place}: in backward {step:.0f}{' of its pass' * bool(training)}, rank "
             f"{rank} has drawn {drawn:.0f} batches, {others}. A rank has skipped a batch that others have trained on. Decide together "
             "before the backward: `if parwrap.any_rank(bad): continue`."
         )

@@ -185,7 +185,9 @@ class Loaders(Sources, Interceptor):
             self._begins(training)
         opened, last = Pass(training, shared, place, start.why_whole, loader in _sharded), known.last
         self._loops.begin(start, opened)
-        opened.repeats = last is not None and last.place == place and not last.exhausted and (last.trained or last.backwards > 0)
+        opened.repeats = (
+            last is not None and last.place == place and not last.exhausted and (last.repeats or last.trained or last.backwards > 0)
+        )
         iteration.opened, known.last = opened, opened
         self._check_lengths(iteration, loader, known, opened)
         if shared:

@@ -198,7 +198,7 @@ class Passes:
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._left: Pass | None = None  # the pass that ended last, if it was left before its end
         self._same_draws, self._unsent = 0, False
-        self.batches = self.backwards = self.begun = self.draws = self.evals = 0
+        self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = 0
         self.evals_before: int | None = None
         self.whole_at: Place | None = None
         self.clock = Clock()
@@ -298,8 +298,8 @@ class Passes:
 
     @property
     def drawn(self) -> int:
-        """The number of batches that the loop has drawn in the innermost training pass; 0 if other threads read all of them."""
-        return next((each.drawn_by_loop for each in reversed(self._sending()) if each.trains and each.drawn_by_loop), 0)
+        """The number of batches that the loop has drawn in the innermost training pass; in all passes, if it reads none now."""
+        return next((each.drawn_by_loop for each in reversed(self._sending()) if each.trains and each.drawn_by_loop), self._drawn)
 
     def draw(self) -> None:
         """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.
@@ -342,6 +342,7 @@ class Passes:
         ``lacks(n)`` returns whether some of ``n`` samples are not in it.
         """
         self.draws += not opened.in_thread
+        self._drawn += self.in_loop()
         opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
         if opened.trains:
             opened.drew(found := samples(), lacks)

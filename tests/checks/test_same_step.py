@@ -84,6 +84,35 @@ def test_batches_that_all_ranks_skip_are_none(options):
         skips({1}, microbatches=2)
 
 
+def skips_first(skipped, sharded):
+    """Train on passes of one batch, but not on those in ``skipped``."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(24, 2)), 2)
+    if sharded:
+        parwrap.shard(loader)
+    for number in range(6):
+        (x,) = next(iter(loader))
+        if number in skipped:
+            continue
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_so_is_a_first_pass_of_one_batch_that_one_rank_skips():
+    skipped, own, other = [(set(), 1, 2), ({0}, 2, 1)][parwrap.rank()]
+    with pytest.raises(LockstepError, match=rf"in backward 1, rank {parwrap.rank()} has drawn {own} batches, the other rank {other}\."):
+        parwrap.distributed(skips_first)(skipped, sharded=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_passes_that_all_ranks_skip_are_none(sharded):
+    parwrap.distributed(skips_first)({0, 1, 3}, sharded)
+
+
 def reads_in_a_thread(rank):
     """The reader of rank ``rank`` is far ahead of its loop."""
     model = nn.Linear(2, 1)
