@@ -263,9 +263,10 @@ class SameStep:
     def _skipped(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> LockstepError:
         rank, size = self._world.rank, self._world.size
         drawn, mean, step = mine[Entry.DRAWN], means[Entry.DRAWN], mine[Entry.STEP] + 1
+        where = " of its pass" if training else ""
         others = f"the other rank {2 * mean - drawn:.0f}" if size == 2 else f"the ranks {mean:.4g} on average"
         return LockstepError(
-            f"the ranks train on batches that do not belong together in the backward at {place}: in backward {step:.0f}{' of its pass' * bool(training)}, rank "
+            f"the ranks train on batches that do not belong together in the backward at {place}: in backward {step:.0f}{where}, rank "
             f"{rank} has drawn {drawn:.0f} batches, {others}. A rank has skipped a batch that others have trained on. Decide together "
             "before the backward: `if parwrap.any_rank(bad): continue`."
         )

@@ -8,7 +8,7 @@ the end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 from zlib import crc32
@@ -126,7 +126,7 @@ class SameWeights:
         self._begun = 0
         self._said = False
         self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
-        self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
+        self._on_the_way: tuple[_Check, torch.cuda.Event] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped, and compare the weights if :func:`is_due` is true for this step."""
@@ -174,6 +174,20 @@ class SameWeights:
         if self._checked == clock:
             return
         self._checked = clock
+        now = self._taken()
+        if now.sums.is_cuda:
+            before, event = self._on_the_way, torch.cuda.Event()
+            whole = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(now.whole, non_blocking=True)
+            event.record()
+            self._on_the_way = now._replace(whole=whole), event
+            if before is None:
+                return
+            now = before[0]
+            before[1].synchronize()
+        self._compare(kind, now)
+
+    def _taken(self) -> _Check:
+        """What to compare of the weights as they are now."""
         optimizers, self._unchecked = self._unchecked, []
         owned = [p for optimizer in optimizers for p in parameters_of(optimizer) if has_values(p) and not self.leaves_out(p)]
         ids = set(map(id, owned))
@@ -182,41 +196,29 @@ class SameWeights:
         parameters = [*owned, *others.values()]
         options = [(type(each).__name__, group) for each in optimizers for group in _hyperparameters(each)]
         frozen = [place for place, p in enumerate(owned) if not p.requires_grad]
-        about = f"{options} {frozen}"
         sums = checksums(parameters, [*range(len(owned)), *others])
         whole = (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)).sum() if len(sums) else sums.sum()
-        if sums.is_cuda:
-            before, event = self._on_the_way, torch.cuda.Event()
-            pinned = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(whole, non_blocking=True)
-            event.record()
-            self._on_the_way = pinned, event, about
-            if before is None:
-                return
-            before[1].synchronize()
-            whole, about = before[0], before[2]
+        steps = self._optimizers.steps
+        when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self._place})" if self._place else "")
+        return _Check(when, owned, others, options, frozen, self._modules.frozen(), sums, whole)
 
+    def _compare(self, kind: str, check: _Check) -> None:
         def details() -> _Weights:
-            all_sums = sums.tolist()
-            return _Weights(
-                _processor(self._group),
-                options,
-                all_sums[: len(owned)],
-                dict(zip(others, all_sums[len(owned) :], strict=True)),
-                frozen,
-                self._modules.frozen(),
-            )
+            sums, count = check.sums.tolist(), len(check.owned)
+            others = dict(zip(check.others, sums[count:], strict=True))
+            return _Weights(_processor(self._group), check.options, sums[:count], others, check.frozen, check.frozen_others)
 
         def error(all_ranks: list[_Weights]) -> Exception | None:
-            return self._error(all_ranks, owned, others)
+            return self._error(all_ranks, check)
 
-        digest = crc32(about.encode()) ^ (int(whole) % 2**61)
+        digest = crc32(f"{check.options} {check.frozen}".encode()) ^ (int(check.whole) % 2**61)
         differing = agree(self._group, kind, digest, details, error)
         if differing is not None:  # by rounding, as far as checksums show
-            held = set(others).intersection(*(each.others for each in differing))
+            held = set(check.others).intersection(*(each.others for each in differing))
             with self._group.control_message("the weights of unlike processors"):
-                how = take_rank_zeros(self._group, [*owned, *(others[number] for number in sorted(held))])
+                how = take_rank_zeros(self._group, [*check.owned, *(check.others[number] for number in sorted(held))])
             if how is Differ.MORE:
-                raise cast(Exception, self._error([each._replace(processor="") for each in differing], owned, others))
+                raise cast(Exception, self._error([each._replace(processor="") for each in differing], check))
             if how is Differ.BY_ROUNDING and not self._said:
                 self._said = True
                 warn(
@@ -225,14 +227,13 @@ class SameWeights:
                     "nothing to do."
                 )
 
-    def _error(self, all_ranks: Sequence[_Weights], owned: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]) -> Exception | None:
+    def _error(self, all_ranks: Sequence[_Weights], check: _Check) -> Exception | None:
         """The error for ranks whose options or checksums differ; a module that only some ranks still hold is no difference.
 
         Checksums of ranks on unlike processors may differ, because these round in other ways.
         """
         are_alike = len({each.processor for each in all_ranks}) == 1
-        steps = self._optimizers.steps
-        when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self._place})" if self._place else "")
+        when, owned, others = check.when, check.owned, check.others
         first, *rest = all_ranks
         for rank, theirs in enumerate(rest, 1):
             if len(theirs.owned) != len(first.owned):
@@ -274,6 +275,28 @@ class SameWeights:
                     "backward, `parwrap.reduce_sum(correct)`, or `parwrap.any_rank(...)`."
                 )
         return None
+
+
+class _Check(NamedTuple):
+    """The weights of this rank at a check.
+
+    Attributes:
+        when: words for the step.
+        owned: the parameters of its optimizers.
+        others: other parameters of its modules, by their numbers.
+        options: as in :class:`_Weights`, and so are ``frozen`` and ``frozen_others``.
+        sums: the checksums of ``owned`` and ``others``.
+        whole: a checksum of these; of a GPU's, on the host.
+    """
+
+    when: str
+    owned: list[torch.Tensor]
+    others: dict[int, torch.Tensor]
+    options: list[tuple[str, dict[str, Any]]]
+    frozen: list[int]
+    frozen_others: list[int]
+    sums: torch.Tensor
+    whole: torch.Tensor
 
 
 class _Weights(NamedTuple):

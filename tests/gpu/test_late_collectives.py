@@ -86,6 +86,23 @@ def same(expected, actual):
     return all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
+@pytest.mark.ranks(2, fresh=True)
+def test_weights_that_differed_at_the_check_before_are_an_error_though_they_are_equal_now():
+    def apart_for_a_step():
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(1, STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).square().mean().backward()
+            with torch.no_grad():
+                model.bias.fill_(dist.get_rank() if step == 2 else 0)
+            optimizer.step()
+
+    said = r"bias of a Linear .* differs between rank 0 and rank 1 after step 2 \(test_late_collectives\.py:\d+\)"
+    with as_on_gpus(), pytest.raises(RankMismatchError, match=said):
+        parwrap.distributed(apart_for_a_step)()
+
+
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.ranks(2, fresh=True)
 def test_weights_are_bit_for_bit_those_of_ddp_by_hand(options):
