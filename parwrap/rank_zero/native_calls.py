@@ -41,6 +41,9 @@ class NativeCall(NamedTuple):
     mode: str | None = None
 
 
+VOCABULARIES = ("WordLevel", "WordPiece")
+"""The models of tokenizers that read a vocabulary from one file."""
+
 CALLS = (
     NativeCall("torch.jit", "save", "save", "f", 1),
     NativeCall("torch.jit", "RecursiveScriptModule.save", "save", "f"),
@@ -60,6 +63,8 @@ CALLS = (
     NativeCall("tokenizers", "Tokenizer.save", "write", "path"),
     NativeCall("tokenizers", "Tokenizer.from_file", "read", "path"),
     NativeCall("tokenizers", "Tokenizer.train", "read", "files"),
+    *(NativeCall("tokenizers.models", f"{kind}.from_file", "read", "vocab") for kind in VOCABULARIES),
+    *(NativeCall("tokenizers.models", f"{kind}.read_file", "read", "vocab") for kind in VOCABULARIES),
     *(NativeCall("polars", f"read_{kind}", "read", "source") for kind in ("csv", "parquet", "ipc", "json", "ndjson")),
     *(NativeCall("polars", f"scan_{kind}", "read", "source") for kind in ("csv", "parquet", "ipc", "ndjson")),
     *(NativeCall("polars", f"DataFrame.write_{kind}", "write", "file") for kind in ("csv", "parquet", "ipc", "json", "ndjson")),

@@ -173,6 +173,16 @@ def tokenized(rank):
         tokenizer.train(["a.txt", "b.txt"], tokenizers.trainers.WordLevelTrainer(special_tokens=["?"], show_progress=False))
         tokenizer.save("tokenizer.json")
         seen.append(sorted(tokenizers.Tokenizer.from_file("tokenizer.json").get_vocab()))
+        for name, text in (
+            ("vocab.txt", f"a\nb\n{'ab' * (step + 1)}"),
+            ("vocab.json", f'{{"a": 0, "b": {step + 1}}}'),
+        ):
+            with open(name, "w") as file:
+                file.write(text)
+        models = tokenizers.models
+        seen.append(sorted(tokenizers.Tokenizer(models.WordPiece.from_file("vocab.txt", unk_token="a")).get_vocab()))
+        seen.append(models.WordPiece.read_file("vocab.txt"))
+        seen.append(models.WordLevel.read_file(vocab="vocab.json"))
     return seen
 
 

@@ -1,7 +1,6 @@
 import json
 import random
 import sys
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -12,9 +11,8 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", "red", "green", "blue", "cat", "dog", "bird"]
-Path("vocab.txt").write_text("\n".join(words))
 torch.manual_seed(0)
-BertTokenizerFast("vocab.txt").save_pretrained("pretrained")
+BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}).save_pretrained("pretrained")
 config = BertConfig(
     vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
