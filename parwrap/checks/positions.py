@@ -342,6 +342,10 @@ class Positions:
         length = self._numbers[index * WORDS + 5]
         return self._memory[index * SIZE + PLACE : index * SIZE + PLACE + length].decode(errors="replace")
 
+    def add_to_place(self, words: str) -> None:
+        """Add ``words`` to what other ranks read as the place of this rank's last step."""
+        self._write(self.mine._replace(place=self.mine.place + words))
+
     def _set(self, state: int) -> None:
         self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
 

@@ -214,6 +214,8 @@ class SameStep:
     def end(self) -> None:
         """Note that this rank's function has ended, and compare the numbers that are still on their way from the GPU."""
         self.ending = True
+        if (empty := self._passes.empty_at) is not None:
+            self.positions.add_to_place(f", and its training pass at {empty} had no batch")
         while self._on_the_way:
             self._compare_arrived()
 

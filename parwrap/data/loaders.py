@@ -70,6 +70,8 @@ _replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 def shard(loader: DataLoader) -> DataLoader:
     """Say that every pass over ``loader`` trains: each rank reads its share, also before an optimizer is built or in eval mode.
 
+    An open pass goes on as it began.
+
     Args:
         loader: the loader.
 
@@ -80,11 +82,11 @@ def shard(loader: DataLoader) -> DataLoader:
     >>> shard(loader) is loader
     True
     """
-    return _said("shard", loader, _sharded, _replicated)
+    return _marked("shard", loader, _sharded, _replicated)
 
 
 def replicate(loader: DataLoader) -> DataLoader:
-    """Say that every rank reads all of ``loader``, also in training passes.
+    """Say that every rank reads all of ``loader``, also in training passes. An open pass goes on as it began.
 
     Args:
         loader: the loader.
@@ -96,10 +98,10 @@ def replicate(loader: DataLoader) -> DataLoader:
     >>> replicate(loader) is loader
     True
     """
-    return _said("replicate", loader, _replicated, _sharded)
+    return _marked("replicate", loader, _replicated, _sharded)
 
 
-def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: weakref.WeakSet[DataLoader]) -> DataLoader:
+def _marked(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: weakref.WeakSet[DataLoader]) -> DataLoader:
     if not isinstance(loader, DataLoader):
         raise UsageError(f"parwrap.{name}() takes a torch DataLoader, not {type(loader).__name__}: wrap the data in DataLoader(...) first.")
     others.discard(loader)
@@ -369,11 +371,13 @@ class Loaders(Sources, Interceptor):
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         whole = original(loader)
-        if get_worker_info() is not None or is_alone() or loader in _replicated:
+        if get_worker_info() is not None or is_alone():
             return whole
         known = self.known(loader)
         if known.open:
             return self._share_length(loader, whole) if known.open[-1].shared else whole
+        if loader in _replicated:
+            return whole
         iterated = None if known.iterated is None else known.iterated()
         if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
             return whole if self._start(iterated.stack, loader).why_whole else self._share_length(loader, whole)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -128,8 +129,13 @@ class PassIterator(Batches):
         self.reading: frozenset[str] = random_streams.NONE
         self._sources: Sources | None = sources
         self._passes = sources._passes
+        self._lock = threading.RLock()
 
     def __next__(self) -> Any:
+        with self._lock:  # several threads may read one iterator: the pass begins once, and counts each batch
+            return self._next()
+
+    def _next(self) -> Any:
         sources = self._sources
         if sources is None:
             if self.batches is None or (self.opened is not None and self.opened.exhausted):

@@ -188,6 +188,7 @@ class Passes:
         evals: how often the script has put a module in eval mode.
         evals_before: that number when a pass last began or ended; ``None`` before the first pass.
         whole_at: the first line with a pass that every rank has read whole with gradients on, and without ``parwrap.replicate``.
+        empty_at: the line of the last training pass that has ended without a batch.
         clock: how long the loop has trained and waited.
     """
 
@@ -201,6 +202,7 @@ class Passes:
         self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = 0
         self.evals_before: int | None = None
         self.whole_at: Place | None = None
+        self.empty_at: Place | None = None
         self.clock = Clock()
         self._thread = threading.current_thread()
 
@@ -272,6 +274,8 @@ class Passes:
                 elif closed.backwards and closed.untrained == closed.depth:
                     closed.steps_left = closed.untrained
                 self.clock.epochs[closed.place] += closed.exhausted
+                if closed.exhausted and not closed.drawn:
+                    self.empty_at = closed.place
 
     def note_modes(self, each: Pass | None = None) -> None:
         """Note that a pass begins or ends: eval modes that the script sets from now on are fresh."""

@@ -28,6 +28,9 @@ from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["DDP"]
 
+READY_TWICE = "marked as ready twice"
+"""What DDP says of a parameter whose gradient arrives again after it has been averaged."""
+
 
 class DDP(OneModel):
     """Averages gradients over the ranks.
@@ -104,6 +107,8 @@ class DDP(OneModel):
         except BaseException as error:
             averager.broken = f"{type(error).__name__}: {error}"  # the error itself would keep its frames alive, with their tensors
             if isinstance(error, RuntimeError):
+                if READY_TWICE in str(error):
+                    raise self._reenters(site.shown) from error
                 loop.same_step.explain(error)
             raise
         loop.same_step.positions.run()
@@ -122,6 +127,13 @@ class DDP(OneModel):
     def _in_running_backward(self) -> bool:
         """Whether this thread runs a part of the running backward, as autograd's own threads do for operations on GPUs."""
         return self._thread is not None and (self._thread is threading.current_thread() or in_backward())
+
+    def _reenters(self, place: str) -> UsageError:
+        return UsageError(
+            f"the backward at {place} computes the gradient of a parameter in several parts, of which re-entrant checkpoints compute some "
+            "in backwards of their own. Earlier backwards at this line ran no such checkpoint, so ranks have begun to average the gradient "
+            "before its last part. Write checkpoint(..., use_reentrant=False), or use the checkpoint from the first backward on."
+        )
 
     def _two_threads(self) -> UsageError:
         return UsageError(

@@ -154,7 +154,14 @@ class ShardedModel:
             return copy.deepcopy(module, memo)
 
     def _reduced(self, module: nn.Module, protocol: Any) -> Any:
-        return copy.deepcopy(module).__reduce_ex__(protocol)
+        """What pickle keeps of a sharded module: a plain one with the script's parameters, which an optimizer beside it shares."""
+        with self._hidden():
+            reduced = module.__reduce_ex__(protocol)
+            if not (isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict)):
+                return reduced
+            kept = next(added for each, added in self._added if each is module)
+            state = {name: copy.copy(value) if name in kept else value for name, value in reduced[2].items()}
+            return (*reduced[:2], state, *reduced[3:])
 
     def _save_whole(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in registered_parameters(module).items():

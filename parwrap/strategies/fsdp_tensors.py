@@ -67,6 +67,9 @@ class Sharded(nn.Parameter):
     def __deepcopy__(self, memo: dict) -> Any:
         return copy.deepcopy(_current(self), memo)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _current(self).__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(_current(self))
 

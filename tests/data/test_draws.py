@@ -199,6 +199,7 @@ UNSEEDED = {
     "default_rng": lambda: np.random.default_rng().integers(2**60),
     "Random": lambda: Random().getrandbits(60),
     "class derived from Random": lambda: Derived().getrandbits(60),
+    "seed of a RandomState": lambda: reseeded((generator := RandomState(3)).seed, lambda: generator.randint(2**31))(),
     "seed of a Random": lambda: reseeded((generator := Random(3)).seed, lambda: generator.getrandbits(60))(),
     "random.seed(None)": reseeded(lambda: random.seed(None), lambda: random.getrandbits(60)),
     "np.random.seed": reseeded(lambda: np.random.seed(), lambda: np.random.randint(2**31)),

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import threading
+import time
 import warnings
 from queue import Queue
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 import parwrap
 from drawn_order import DrawnOrder
-from parwrap.errors import RankMismatchError, UsageError
+from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from training import HeldInCycle, Training, everyones, read, samples
 
 SHARE = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -64,6 +65,83 @@ def test_what_users_say_of_a_loader_holds_in_every_pass():
     assert share() == early
     assert [share(), WHOLE] == in_training == in_eval
     assert WHOLE == taken_back
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("said", [parwrap.shard, parwrap.replicate])
+def test_an_open_pass_goes_on_as_it_began_whatever_is_said_of_its_loader(said):
+    with parwrap.distributed():
+        loader, whole, training = in_order(), in_order(), Training()
+        batches = iter(loader)
+        training.step(first := next(batches))
+        with torch.no_grad():
+            in_turn = iter(whole)
+            seen = samples(next(in_turn))
+        said(loader), said(whole)
+        lengths = len(loader), len(whole)
+        trained = samples(first) + training.train(batches)
+        seen += read(in_turn)
+
+        assert (2, 4) == lengths
+        assert (share(), WHOLE) == (trained, seen)
+        assert (share() if said is parwrap.shard else WHOLE) == training.train(loader) == read(whole)
+
+
+@pytest.mark.ranks(2)
+def test_two_passes_over_one_loader_that_are_read_in_turn():
+    with parwrap.distributed():
+        loader, training = in_order(), Training()
+        seen = []
+        for one, other in zip(loader, loader, strict=True):
+            training.step(torch.cat([one, other]))
+            seen.append((samples(one), samples(other)))
+
+    assert [(share()[:2],) * 2, (share()[2:],) * 2] == seen
+
+
+class Slow(Dataset):
+    def __len__(self):
+        time.sleep(0.01)  # a pass begins slowly
+        return 8
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return index
+
+
+@pytest.mark.ranks(2)
+def test_threads_may_read_one_iterator():
+    with parwrap.distributed():
+        training = Training()
+        batches, seen = iter(DataLoader(Slow())), []
+        threads = [threading.Thread(target=lambda: seen.extend(batches)) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        for batch in seen:
+            training.step(batch)
+
+    assert share() == sorted(samples(batch)[0] for batch in seen)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"batch": "global"}, {"uneven": "join"}, {"uneven": "drop"}], ids=str)
+@pytest.mark.parametrize("dataset", [[], TensorDataset(torch.zeros(0, 1))], ids=["list", "tensors"])
+def test_a_loader_over_nothing_reads_nothing(options, dataset):
+    with parwrap.distributed(**options):
+        loader, training = DataLoader(dataset), Training()
+
+        assert ([], 0, []) == (training.train(loader), len(loader), read(loader))
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_loader_over_nothing_on_one_rank_is_an_error_that_names_its_pass():
+    with (
+        pytest.raises(LockstepError, match=r"rank 1 has ended; .* its training pass at training\.py:\d+ had no batch"),
+        parwrap.distributed(),
+    ):
+        Training().train(DataLoader(range(8 if parwrap.rank() == 0 else 0)))
 
 
 @pytest.mark.parametrize(("say", "name"), [(parwrap.shard, "shard"), (parwrap.replicate, "replicate")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -133,3 +134,25 @@ def test_averages_of_weights_are_plain_models():
     for expected, average in zip(train(), parwrap.distributed(strategy="fsdp")(train)(), strict=True):
         close(expected, average)
         assert all(type(value) is torch.Tensor for value in average.values())
+
+
+def by_pickle(both):
+    return pickle.loads(pickle.dumps(both))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_model_and_its_optimizer_that_are_copied_together_train_on_together(copied, model_first, alone):
+    _, end = alone
+
+    @parwrap.distributed(strategy="fsdp", wrap=12)
+    def train():
+        model, optimizer = build()
+        fit(model, optimizer, DATA)
+        both = [model, optimizer] if model_first else [optimizer, model]
+        model, optimizer = copied(both) if model_first else reversed(copied(both))
+        fit(model, optimizer, DATA[2:])
+        return model
+
+    close(end, train().state_dict())

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.decorators.distributed import open_passes
+from parwrap.errors import UsageError
 from parwrap.ranks.agreement import agree
 from parwrap.strategies import ddp_sites
 from parwrap.strategies.ddp_sites import Sites
@@ -237,6 +238,21 @@ def test_a_reentrant_checkpoint_outside_of_the_set(joins):
         return found
 
     assert [[None]] * 2 + [[[2 * MEAN] * 3]] * 4 == distributed(run)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_reentrant_checkpoint_that_a_known_line_switches_on_is_an_error_if_its_gradient_arrives_in_parts():
+    def run():
+        model = Reentrant()
+        optimizer = sgd(model)
+        for later in (False, True):
+            optimizer.zero_grad()
+            x = torch.ones(1, 3)
+            (model(x) if later else x @ model.weight.T).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(UsageError, match=r"test_sites\.py:\d+ computes .* re-entrant .* use_reentrant=False"):
+        distributed(run)
 
 
 @pytest.mark.ranks(2)
