@@ -110,8 +110,8 @@ def different_data(differ: Iterable[int], place: Place, outer: Place | None = No
         f"the ranks have read {WHAT[worst]} in the pass at {place}.{around} Each rank reads a part of what all of them hold, so samples "
         "would be read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same "
         "order, the same batch size, and the same seed (not the clock, the process number or torch.Generator().seed()). Draw inside `with "
-        "parwrap.same_draws():`. Read a loader that only rank 0 needs in a function decorated with @parwrap.rank_zero_only. If the dataset, "
-        "or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first, "
+        "parwrap.same_draws():`. Read a loader that only rank 0 needs in a function decorated with @parwrap.rank_zero_only. If the "
+        "dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first, "
         "`torch.cat(parwrap.gather(tensor))`."
     )
 

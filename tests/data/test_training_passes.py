@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 import pytest
@@ -113,12 +114,9 @@ class Slow(Dataset):
 def test_threads_may_read_one_iterator():
     with parwrap.distributed():
         training = Training()
-        batches, seen = iter(DataLoader(Slow())), []
-        threads = [threading.Thread(target=lambda: seen.extend(batches)) for _ in range(3)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        batches = iter(DataLoader(Slow()))
+        with ThreadPoolExecutor(3) as threads:
+            seen = [batch for read in [threads.submit(list, batches) for _ in range(3)] for batch in read.result()]
         for batch in seen:
             training.step(batch)
 
