@@ -167,18 +167,18 @@ class OneModel(Strategy):
         """The weight of this rank's part of the batch that ``call`` trains on.
 
         Raises:
-            UsageError: the collate function has left samples out of the part, so its weight depends on what other ranks have left.
+            UsageError: the collate function has left samples out or packed them, so the weight depends on what it did on other ranks.
         """
         loop = self.loop
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
         if batch.left_out and loop.group.world.size > 1 and loop.options().loss == "mean" and not is_part_of_mean(call.roots):
             option = 'batch="global"' if loop.options().batch == "global" else 'uneven="join"'
             raise UsageError(
-                f"{script_place()} trains on {batch.samples} of the {batch.samples + batch.left_out} samples that the loader has drawn for "
-                f"this rank: its collate_fn leaves the others out. With {option} the loss of a rank counts by its number of samples, and "
-                "parwrap does not know how many the other ranks have left. Leave samples out of the dataset instead: "
-                "DataLoader(Subset(dataset, good), ...). Or give the sum of the losses and their number to "
-                "parwrap.mean_over_ranks(loss_sum, count)."
+                f"{script_place()} trains on a batch of {batch.samples}, for which the loader has drawn {batch.samples + batch.left_out} "
+                f"samples on this rank: its collate_fn leaves samples out, or packs several into one. With {option} the loss of a rank "
+                "counts by its number of samples, and parwrap does not know those of the other ranks. Give the sum of the losses and their "
+                "number to parwrap.mean_over_ranks(loss_sum, count). Or leave samples out of the dataset: "
+                "DataLoader(Subset(dataset, good), ...)."
             )
         return batch.weight
 
