@@ -6,7 +6,6 @@ model in eval mode, or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,18 +85,20 @@ class _Lines:
     outcomes: set[bool] = field(default_factory=set)
     running: list[tuple[_Loop, Pass]] = field(default_factory=list)
 
-    def settle(self, is_open: Callable[[Pass], bool]) -> list[Pass]:
-        """Note what the passes did, and return those that did not train. An open pass that has not trained yet may still train."""
+    def settle(self, begins: _Loop, passes: Passes) -> list[Pass]:
+        """Note what the passes did, and return those that did not train. One that has not trained yet may still train if it is open, or if
+        another loop than that which ``begins`` has left it for the next step."""
         waiting, unused = [], []
         for loop, each in self.running:
             outcome = _outcome(each)
-            if outcome is not None and (outcome or not is_open(each)):
+            may_train = passes.is_open(each) or (loop is not begins and passes.awaits_step(each))
+            if outcome is not None and (outcome or not may_train):
                 loop.lapses += bool(loop.trained and not outcome)
                 loop.trained = outcome
                 self.outcomes.add(outcome)
                 if not outcome:
                     unused.append(each)
-            elif is_open(each):
+            elif may_train:
                 waiting.append((loop, each))
         self.running = waiting
         return unused
@@ -179,9 +180,10 @@ class Loops:
     def _find(self, stack: tuple[Line, ...], dataset: Any, shuffles: bool, after_eval: bool) -> tuple[_Loop, _Lines]:
         """The loop that begins in this way, and all loops at its lines. What their passes did is noted first."""
         lines = self._lines.setdefault((stack, after_eval, shuffles), _Lines())
-        for unused in lines.settle(self._passes.is_open):
+        loop = self._loops.setdefault(dataset, {}).setdefault((stack, after_eval), _Loop())
+        for unused in lines.settle(loop, self._passes):
             self._name(unused)
-        return self._loops.setdefault(dataset, {}).setdefault((stack, after_eval), _Loop()), lines
+        return loop, lines
 
     def begin(self, start: Start, opened: Pass) -> None:
         """Note that the pass ``opened`` begins as ``start`` says. A pass without gradients shows nothing of its loop."""

@@ -9,9 +9,9 @@ earlier on one rank. A copy is at work once it is used, because it may be a snap
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -126,6 +126,18 @@ class Optimizers(Interceptor):
         if work is not None and not is_alone():  # ranks must not differ by what one does by itself
             self._use(work)
             self.active = work.number
+            self._passes.zeroed()
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if optimizer in self._batch_optimizers or is_alone():
+            return closure
+        work = self._works.get(optimizer)
+
+        def compute() -> Any:
+            with self._passes.computing(-1 if work is None else work.built_at):
+                return closure()
+
+        return compute
 
     @property
     def generation(self) -> int:

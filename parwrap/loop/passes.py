@@ -197,7 +197,8 @@ class Passes:
         self._own_after = 0 if draws == "per_rank" else None  # with this many backwards, ranks still draw the same
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
-        self._left: Pass | None = None  # the pass that ended last, if it was left before its end
+        self._ended: list[Pass] = []  # passes that have ended since the last step, and may have drawn batches for the next one
+        self._computing_for: int | None = None  # inside the closure of a step: how many batches had been drawn when its optimizer was built
         self._same_draws, self._unsent = 0, False
         self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = 0
         self.evals_before: int | None = None
@@ -247,7 +248,7 @@ class Passes:
 
     def begin(self, opened: Pass) -> None:
         """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
-        self._last_training = self._left = None
+        self._last_training = None
         for each in self._open:
             if each.waits_for_step and not each.left_out:
                 each.together = opened.together = True
@@ -261,12 +262,17 @@ class Passes:
         """Whether ``opened`` has begun and not ended."""
         return opened in self._open
 
+    def awaits_step(self, ended: Pass) -> bool:
+        """Whether ``ended`` is a training pass that has left a batch or gradients for the next step."""
+        return ended in self._ended and ended.trains
+
     def end(self, closed: Pass) -> None:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
         if closed in self._open:
             self._open.remove(closed)
             self.note_modes(closed)
-            self._left = None if closed.after_eval or (closed.exhausted and not closed.backwards) else closed
+            if not closed.after_eval and (closed.backwards or not closed.exhausted):
+                self._ended.append(closed)
             if closed.trains:
                 self._last_training = closed if closed.untrained else None
                 if closed.in_thread:
@@ -358,25 +364,46 @@ class Passes:
     def stepped(self, built_at: int) -> None:
         """Note a step of an optimizer that was built when all passes had drawn ``built_at`` batches.
 
-        It trains on the batch that was drawn last, and on those that open passes have drawn since the step before if these belong together:
-        one pass began while the other waited for a step. A validation batch that is drawn after each step does not. If no pass is open, it
-        trains on those of the pass that ended last, if the loop left it or ran a backward in it. An optimizer that was built for the last
-        batch trains what belongs to this batch, such as an attack, and not on the loader.
+        It trains on the batch that an open pass has drawn last, and on those that others have drawn since the step before if these belong
+        together: one pass began while the other waited for a step. A validation batch that is drawn after each step does not. It also
+        trains on those of training passes inside of the open ones that the loop has left. If no pass is open, it trains on those of all
+        training passes that have ended since, and of the pass that ended last, if the loop left them or ran a backward in them. An
+        optimizer that was built for the last batch trains what belongs to this batch, such as an attack, and not on the loader.
         """
-        passes: list[Pass] = self._open or ([self._left] if self._left else [])
+        self._count_step(built_at)
+        self._ended = []
+        if (last := self._last_training) is not None and last.steps_left:
+            last.steps_left -= 1
+            if not last.steps_left:
+                self.draw()
+
+    def zeroed(self) -> None:
+        """Note that the script has cleared gradients: those of passes before the last one train nothing, such as a sum of squares."""
+        self._ended = [each for each in self._ended[:-1] if not each.backwards] + self._ended[-1:]
+
+    @contextmanager
+    def computing(self, built_at: int) -> Iterator[None]:
+        """Inside the block, the closure of a step runs: each backward counts as this step, before which its pass may end."""
+        before, self._computing_for = self._computing_for, built_at
+        try:
+            yield
+        finally:
+            self._computing_for = before
+
+    def _count_step(self, built_at: int) -> None:
+        since = min((each.drawn_at for each in self._open), default=0)
+        ended = [each for each in self._ended if each.trains and (not self._open or (each.drawn_at > since and not each.exhausted))]
+        passes = dict.fromkeys([*self._open, *ended, *([] if self._open else self._ended[-1:])])
         drew = [each for each in passes if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn)]
         candidates = [each for each in drew if not each.left_out] or drew
-        last = max((each.drawn_at for each in candidates), default=0)
+        last = max((each.drawn_at for each in candidates if each in self._open), default=0)
         for each in drew:
             each.waits_for_step = False
-            if each in candidates and (each.drawn_at == last or each.together or each.in_thread or each.trained):
-                each.steps += 1
-            else:
+            alone = each in self._open and not (each.drawn_at == last or each.together or each.in_thread or each.trained)
+            if alone or each not in candidates:
                 each.left_out = True
-        if (ended := self._last_training) is not None and ended.steps_left:
-            ended.steps_left -= 1
-            if not ended.steps_left:
-                self.draw()
+            else:
+                each.steps += 1
 
     def ran_backward(self) -> None:
         """Note that a backward of the script ran."""
@@ -385,6 +412,8 @@ class Passes:
         self.clock.end = time.perf_counter()
         for each in self._sending():
             each.ran_backward()
+        if self._computing_for is not None:
+            self._count_step(self._computing_for)
         self.draw()
 
     @property

@@ -420,6 +420,97 @@ def test_a_first_batch_for_every_step_is_a_training_pass_of_one_batch():
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("nothing_is_warned_of")
+@pytest.mark.parametrize("inside", [False, True])
+def test_first_batches_of_two_loaders_for_every_step_are_shared(inside):
+    """Labeled and unlabeled samples: a look at a batch after the first step, without a backward, still reads what one process reads."""
+    with parwrap.distributed():
+        training, labeled, unlabeled, other = Training(), in_order(), in_order(), in_order()
+        seen, looks = [], []
+        for _ in range(3):
+            for batch in itertools.islice(labeled, 2) if inside else [None]:
+                first, second = (batch, next(iter(unlabeled))) if inside else (next(iter(labeled)), next(iter(unlabeled)))
+                seen.append([first.tolist(), second.tolist()])
+                training.step()
+                looks.append(next(iter(other)).tolist())
+
+    assert all(share()[:2] == second for _, second in seen)
+    assert all(first in (share()[:2], share()[2:]) for first, _ in seen)
+    assert [[0, 1]] * len(looks) == looks
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+@pytest.mark.parametrize("backward_in_both", [True, False])
+def test_a_step_after_two_loops_trains_on_both(backward_in_both):
+    with parwrap.distributed():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            for loader in (in_order(), in_order()) if backward_in_both else (in_order(),):
+                for batch in loader:
+                    model(batch[:, None].float()).mean().backward()
+                    seen += batch.tolist()
+            optimizer.step()
+
+    assert share() * (6 if backward_in_both else 3) == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_closure_that_reads_the_loader_trains_on_it_each_time(batch):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+        seen = []
+
+        def closure():
+            optimizer.zero_grad()
+            total = torch.zeros(())
+            for x in DataLoader(torch.arange(8.0) / 8, batch_size=4):
+                loss = (model(x[:, None]) - 1).square().mean() / 2
+                loss.backward()
+                total += loss.detach()
+                seen.append(len(x))
+            return total
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [parameter.detach() for parameter in model.parameters()], seen
+
+    weights, seen = parwrap.distributed(train, batch=batch)()
+
+    if batch == "global":
+        torch.testing.assert_close(weights, train()[0])
+    assert {2 if batch == "global" else 4} == set(seen)
+    assert len(seen) % (1 if batch == "per_rank" else 2) == 0
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_cleared_before_the_next_step_train_nothing():
+    """Such as the squares of gradients after a task: the loop that sums them up reads everything."""
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        squares = []
+        for _ in range(3):
+            for _ in range(2):
+                next(iter(in_order()))
+                training.step()
+            seen = []
+            for batch in loader:
+                training.optimizer.zero_grad()
+                training.model(batch[:, None].float()).mean().backward()
+                seen += batch.tolist()
+            squares.append(seen)
+
+    assert [WHOLE] * 3 == squares
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
 def test_a_look_at_a_first_batch_is_not_named():
     with parwrap.distributed():
         training, loader = Training(), in_order()
