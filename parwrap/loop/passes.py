@@ -23,6 +23,9 @@ from parwrap.places import Place, script_place
 
 __all__ = ["DIGITS", "Batch", "Pass", "Passes", "loss_factor", "script_drops"]
 
+MOST_ENDED = 64
+"""How many ended passes may wait for a step: a script without optimizers never steps."""
+
 MOST_IN_FLIGHT = 3
 """The number of batches to remember of a loop that trains on each batch before it draws the next one."""
 
@@ -272,7 +275,7 @@ class Passes:
             self._open.remove(closed)
             self.note_modes(closed)
             if not closed.after_eval and (closed.backwards or not closed.exhausted):
-                self._ended.append(closed)
+                self._ended = [*self._ended[1 - MOST_ENDED :], closed]
             if closed.trains:
                 self._last_training = closed if closed.untrained else None
                 if closed.in_thread:
