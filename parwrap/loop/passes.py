@@ -394,6 +394,11 @@ class Passes:
             self._computing_for = before
 
     def _count_step(self, built_at: int) -> None:
+        if len(self._open) == 1 and not self._ended:  # the regular loop
+            each = self._open[0]
+            if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn):
+                each.steps, each.waits_for_step, each.left_out = each.steps + 1, False, False
+            return
         since = min((each.drawn_at for each in self._open), default=0)
         ended = [each for each in self._ended if each.trains and (not self._open or (each.drawn_at > since and not each.exhausted))]
         passes = dict.fromkeys([*self._open, *ended, *([] if self._open else self._ended[-1:])])
