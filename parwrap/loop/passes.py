@@ -201,6 +201,7 @@ class Passes:
         self._open: list[Pass] = []
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._ended: list[Pass] = []  # passes that have ended since the last step, and may have drawn batches for the next one
+        self._read_since: list[Pass] = []  # training passes that have ended since the last backward
         self._computing_for: int | None = None  # inside the closure of a step: how many batches had been drawn when its optimizer was built
         self._same_draws, self._unsent = 0, False
         self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = 0
@@ -252,6 +253,8 @@ class Passes:
     def begin(self, opened: Pass) -> None:
         """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
         self._last_training = None
+        if not self._open:
+            self._read_since = []
         for each in self._open:
             if each.waits_for_step and not each.left_out:
                 each.together = opened.together = True
@@ -277,6 +280,7 @@ class Passes:
             if not closed.after_eval and (closed.backwards or not closed.exhausted):
                 self._ended = [*self._ended[1 - MOST_ENDED :], closed]
             if closed.trains:
+                self._read_since.append(closed)
                 self._last_training = closed if closed.untrained else None
                 if closed.in_thread:
                     closed.steps_left = closed.drawn - closed.steps
@@ -420,6 +424,7 @@ class Passes:
         self.clock.end = time.perf_counter()
         for each in self._sending():
             each.ran_backward()
+        self._read_since = []
         if self._computing_for is not None:
             self._count_step(self._computing_for)
         self.draw()
@@ -462,7 +467,8 @@ class Passes:
         if training is None or not training.in_flight:
             return Batch(0, 1.0)
         newest = training.in_flight[-1]
-        others = [each for each in self._open if each.trains and each is not training and each.in_flight]
+        inside = (each for each in self._read_since if each.drawn_at > training.drawn_at)  # read to its end within this batch
+        others = [each for each in (*self._open, *inside) if each.trains and each is not training and each.in_flight]
         if others and len({newest.weight, *(each.in_flight[-1].weight for each in others)}) > 1:
             return self._batch_of_loaders(training, others, set(sizes()))
         batches = list(dict.fromkeys(training.in_flight))

@@ -140,3 +140,22 @@ def test_the_losses_of_two_loaders_count_by_their_batches_each_in_its_backward()
         assert expected == pytest.approx(two_loaders(together=False), abs=1e-12)
     with pytest.raises(parwrap.UsageError, match=r"one backward for batches of the loaders at .* Call backward for each loss"):
         parwrap.distributed(batch="global")(two_loaders)(together=True)
+
+
+def a_pass_inside_of_the_batch():
+    """As a boundary condition beside each batch of points: the inner loop has ended before the backward on both losses."""
+    trained = Trained()
+    boundary = DataLoader(numbers(8), batch_size=4)
+    for x, y in DataLoader(numbers(33), batch_size=11):
+        for u, v in boundary:
+            penalty = nn.functional.mse_loss(trained.model(u), v)
+        trained.optimizer.zero_grad()
+        (nn.functional.mse_loss(trained.model(x), y) + penalty).backward()
+        trained.optimizer.step()
+    return trained.weights
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_of_a_loop_that_has_ended_inside_of_the_batch_counts_by_its_own_batch():
+    with pytest.raises(parwrap.UsageError, match=r"one backward for batches of the loaders at .* Call backward for each loss"):
+        parwrap.distributed(batch="global")(a_pass_inside_of_the_batch)()
