@@ -107,11 +107,11 @@ class _Lines:
 def _outcome(each: Pass) -> bool | None:
     """Whether a pass has trained; ``None`` if nothing follows from it.
 
-    A pass without a batch shows nothing. After a backward, the step may follow the pass. How far another thread reads depends on the clock.
+    A pass without a batch shows nothing. After a backward, the step may follow the pass.
     """
     if each.trained:
         return True
-    if not each.drawn or each.in_thread or (each.backwards and not each.exhausted):
+    if not each.drawn or (each.backwards and not each.exhausted):
         return None
     return False
 
@@ -190,12 +190,17 @@ class Loops:
         passes = self._passes
         opened.after_eval, opened.in_thread = start.after_eval, not passes.in_loop()
         passes.begun += not opened.in_thread
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if not opened.in_thread:
             start.lines.running.append((start.loop, opened))
+        elif start.loop.trained is None:  # how far that thread reads before a step depends on the clock
+            start.loop.trained = opened.trains
+            start.lines.outcomes.add(opened.trains)
 
     def end(self, opened: Pass) -> None:
         """Note that the pass ``opened`` has ended."""
-        if opened.exhausted and not opened.backwards and _outcome(opened) is False:
+        if opened.exhausted and not opened.backwards and not opened.in_thread and _outcome(opened) is False:
             self._name(opened)
 
     def _name(self, unused: Pass) -> None:

@@ -992,9 +992,9 @@ def test_the_last_batch_of_a_loop_that_reads_ahead_keeps_the_draws_of_its_pass()
     assert 1 == len(set(common))
 
 
-def in_thread(batches):
+def in_thread(batches, ahead):
     """As prefetch_generator reads: another thread fills a queue."""
-    queue: Queue = Queue(1)
+    queue: Queue = Queue(ahead)
 
     def run():
         for batch in batches:
@@ -1007,19 +1007,25 @@ def in_thread(batches):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("ahead", [1, 100])
 @pytest.mark.usefixtures("nothing_is_warned_of")
-def test_loops_whose_batches_another_thread_reads_train_on_shares_and_evaluate_everything():
+def test_loops_whose_batches_another_thread_reads_train_on_shares_and_evaluate_everything(ahead):
+    """With a long queue, a pass may end before the first step on one rank, and after it on another."""
     with parwrap.distributed():
-        training, loader, validation = Training(), DataLoader(range(40), batch_size=2, shuffle=True), in_order()
+        training, loader, validation = Training(), DataLoader(range(12), batch_size=2, shuffle=True), in_order()
         seen = []
         for _ in range(4):
             training.model.train()
-            trained = training.train(in_thread(loader))
+            trained = []
+            for batch in in_thread(loader, ahead):
+                time.sleep(0.005 * parwrap.rank())
+                training.step()
+                trained += batch.tolist()
             training.model.eval()
             with torch.no_grad():
-                seen.append((len(everyones(trained)), len(set(everyones(trained))), read(in_thread(validation))))
+                seen.append((len(everyones(trained)), len(set(everyones(trained))), read(in_thread(validation, ahead))))
 
-    assert [(40, 40, WHOLE)] * 4 == seen
+    assert [(12, 12, WHOLE)] * 4 == seen
 
 
 @pytest.mark.ranks(2)
