@@ -135,8 +135,13 @@ class SameWeights:
         self.note(optimizer)
         if is_due(self._optimizers.steps):
             self._place = script_place()
+            if len(self._optimizers.all()) == 1:  # several may step in another order on another rank, as in a set
+                self.check(early=True)
+
+    def catch_up(self) -> None:
+        """Compare the weights if a step since the last check was due: all optimizers have stepped now."""
+        if self._place is not None and not is_alone():
             self.check()
-            self._place = None
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped: the next check compares its parameters and hyperparameters."""
@@ -161,8 +166,10 @@ class SameWeights:
                 self._checked = None
                 self.check("the last check of weights")
 
-    def check(self, kind: str = "the check of weights") -> None:
+    def check(self, kind: str = "the check of weights", early: bool = False) -> None:
         """Compare the weights, if the script has trained or drawn a batch since the last check; ``kind`` names the message in errors.
+
+        An ``early`` check, between steps, is put off where other optimizers have stepped on other ranks.
 
         On a GPU, this compares the weights as they were at the check before, to not wait for the GPU. If processors of different kinds
         have rounded differently, write rank 0's weights on all ranks.
@@ -174,7 +181,8 @@ class SameWeights:
         if self._checked == clock:
             return
         self._checked = clock
-        now = self._taken()
+        now = self._taken(early)
+        self._place = None
         if now.sums.is_cuda:
             before, event = self._on_the_way, torch.cuda.Event()
             whole = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(now.whole, non_blocking=True)
@@ -186,10 +194,12 @@ class SameWeights:
             before[1].synchronize()
         self._compare(kind, now)
 
-    def _taken(self) -> _Check:
+    def _taken(self, early: bool) -> _Check:
         """What to compare of the weights as they are now."""
         optimizers, self._unchecked = self._unchecked, []
+        optimizers.sort(key=lambda each: min(self._modules.numbers_of(parameters_of(each)), default=0))
         owned = [p for optimizer in optimizers for p in parameters_of(optimizer) if has_values(p) and not self.leaves_out(p)]
+        owned = self._modules.in_order(owned, always=True)
         ids = set(map(id, owned))
         trainable = self._modules.trainable(self.leaves_out)
         others = {} if self.owned_only else {number: p for number, p in trainable.items() if id(p) not in ids}
@@ -200,20 +210,24 @@ class SameWeights:
         whole = (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)).sum() if len(sums) else sums.sum()
         steps = self._optimizers.steps
         when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self._place})" if self._place else "")
-        return _Check(when, owned, others, options, frozen, self._modules.frozen(), sums, whole)
+        return _Check(when, owned, others, options, frozen, self._modules.frozen(), sums, whole, optimizers if early else [], self._place)
 
     def _compare(self, kind: str, check: _Check) -> None:
         def details() -> _Weights:
             sums, count = check.sums.tolist(), len(check.owned)
             others = dict(zip(check.others, sums[count:], strict=True))
-            return _Weights(_processor(self._group), check.options, sums[:count], others, check.frozen, check.frozen_others)
+            numbers = sorted(self._modules.numbers_of(check.owned))
+            return _Weights(_processor(self._group), check.options, sums[:count], others, check.frozen, check.frozen_others, numbers)
 
         def error(all_ranks: list[_Weights]) -> Exception | None:
             return self._error(all_ranks, check)
 
         digest = crc32(f"{check.options} {check.frozen}".encode()) ^ (int(check.whole) % 2**61)
         differing = agree(self._group, kind, digest, details, error)
-        if differing is not None:  # by rounding, as far as checksums show
+        if differing is not None and _puts_off(check, differing):
+            self._unchecked = [*check.early, *self._unchecked]
+            self._checked, self._place = None, check.place
+        elif differing is not None:  # by rounding, as far as checksums show
             held = set(check.others).intersection(*(each.others for each in differing))
             with self._group.control_message("the weights of unlike processors"):
                 how = take_rank_zeros(self._group, [*check.owned, *(check.others[number] for number in sorted(held))])
@@ -232,6 +246,8 @@ class SameWeights:
 
         Checksums of ranks on unlike processors may differ, because these round in other ways.
         """
+        if _puts_off(check, all_ranks):
+            return None
         are_alike = len({each.processor for each in all_ranks}) == 1
         when, owned, others = check.when, check.owned, check.others
         first, *rest = all_ranks
@@ -287,6 +303,8 @@ class _Check(NamedTuple):
         options: as in :class:`_Weights`, and so are ``frozen`` and ``frozen_others``.
         sums: the checksums of ``owned`` and ``others``.
         whole: a checksum of these; of a GPU's, on the host.
+        early: the optimizers that have stepped, of an early check.
+        place: the line of the step.
     """
 
     when: str
@@ -297,6 +315,8 @@ class _Check(NamedTuple):
     frozen_others: list[int]
     sums: torch.Tensor
     whole: torch.Tensor
+    early: list[Optimizer]
+    place: Place | None
 
 
 class _Weights(NamedTuple):
@@ -309,6 +329,7 @@ class _Weights(NamedTuple):
         others: the checksums of other parameters of its modules, by their numbers.
         frozen: the places in ``owned`` of the parameters that do not require grad.
         frozen_others: the numbers of its modules' parameters that do not require grad.
+        numbers: the numbers of the parameters of its optimizers, sorted.
     """
 
     processor: str
@@ -317,6 +338,12 @@ class _Weights(NamedTuple):
     others: dict[int, int]
     frozen: list[int]
     frozen_others: list[int]
+    numbers: list[float]
+
+
+def _puts_off(check: _Check, all_ranks: Sequence[_Weights]) -> bool:
+    """Whether an early check has found that other optimizers have stepped on other ranks, which may step in another order."""
+    return bool(check.early) and any(each.numbers != all_ranks[0].numbers for each in all_ranks)
 
 
 def _processor(group: Group) -> str:

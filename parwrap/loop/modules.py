@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -20,6 +21,10 @@ from parwrap.ranks.group import is_on_one_rank
 from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["Modules", "has_values"]
+
+
+BARE = 1 << 40
+"""The number of the first tensor that is no parameter of a module."""
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -48,6 +53,7 @@ class Modules(Interceptor):
     Attributes:
         first: the modules that existed when the scope opened.
         count: the number of parameters that were made outside training passes, the same on all ranks.
+        order_differs: whether optimizers have their parameters in another order on some rank.
     """
 
     def __init__(self, passes: Passes, modules: Iterable[nn.Module] = ()) -> None:
@@ -56,7 +62,9 @@ class Modules(Interceptor):
         self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._holders: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._bare: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.count = 0
+        self.order_differs = False
         for module in self.first:
             for parameter in module.parameters():
                 self._note(parameter)
@@ -88,6 +96,23 @@ class Modules(Interceptor):
     def numbered(self) -> dict[int, torch.Tensor]:
         """The parameters that were made outside training passes, by their number in the order of making, which is the same on all ranks."""
         return {number: p for p, number in self._numbers.items()}
+
+    def reached(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Number the bare tensors among ``leaves``, which are in the order of a graph: it is the same on all ranks."""
+        for leaf in leaves:
+            if leaf not in self._numbers and leaf not in self._bare:
+                self._bare[leaf] = BARE + len(self._bare)
+
+    def numbers_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
+        """A number for each parameter, the same on all ranks; infinity where none is known."""
+        return [self._numbers.get(p, self._bare.get(p, math.inf)) for p in parameters]
+
+    def in_order(self, parameters: list[torch.Tensor], always: bool = False) -> list[torch.Tensor]:
+        """``parameters`` in an order that all ranks have, if theirs differs, as that of a ``set`` does, or ``always``."""
+        if not (always or self.order_differs):
+            return parameters
+        numbers = self.numbers_of(parameters)
+        return [parameters[place] for place in sorted(range(len(numbers)), key=numbers.__getitem__)]
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         self._outer.setdefault(module, _Eval())

@@ -73,6 +73,7 @@ class DDP(OneModel):
     def _run(self, call: Backward) -> None:
         loop = self.loop
         self._check_backward()
+        self._weights.catch_up()
 
         # how much does this rank's part of the batch count?
         weight = self._weight(call)
@@ -152,6 +153,7 @@ class DDP(OneModel):
                 averager.has_local = True
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
+        parameters = self.loop.modules.in_order(list(parameters))
         bits = torch.tensor([float(p.grad is not None) for p in parameters], device=self.loop.group.device)
         with self.loop.group.control_message("the gradients of an accumulated step"):
             average_now(parameters, bits)

@@ -11,6 +11,7 @@ averaged before it returns.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ class Sites:
             shared = [isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf) for leaf in others]
             self._note_bare(leaf for leaf, is_shared in zip(others, shared, strict=True) if not is_shared)
             others = [leaf for leaf, is_shared in zip(others, shared, strict=True) if is_shared]
+        ids = {id(leaf) for leaf in chain(found, others)}
+        self._loop.modules.reached(leaf for leaf in leaves if id(leaf) in ids)
         if optimizers.were_built and (found or others):
             found, re_enters = self._on_any_rank("agreement on what a backward reaches", [*found, *others], re_enters)
         else:
@@ -229,11 +232,17 @@ class Sites:
             The averager, and whether to average after the backward, because it runs other backwards inside it on some rank.
         """
         loop, group = self._loop, self._loop.group
-        own = [p for p in parameters if self.elsewhere(p) is None]
+        parameters = loop.modules.in_order(parameters)
         shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+        numbers = loop.modules.numbers_of(parameters)
         self._met += 1  # sets of the same shapes, such as two critics, have different numbers
-        number = crc32(repr((self._met, shapes)).encode())
-        agree(group, "agreement on the parameters of a backward", number, lambda: shapes, _different_sets)
+        kind, digest = "agreement on the parameters of a backward", crc32(repr((self._met, shapes, numbers)).encode())
+        all_ranks = agree(group, kind, digest, lambda: (shapes, numbers), _different_sets)
+        if all_ranks is not None and _in_other_order(all_ranks):
+            loop.modules.order_differs = True
+            parameters = loop.modules.in_order(parameters)
+        number = crc32(repr((self._met, [tuple(p.shape) for p in parameters])).encode())
+        own = [p for p in parameters if self.elsewhere(p) is None]
         sparse = sparsely_used(call.tensors)
         facts = [reenters(call.tensors), *(id(p) in sparse for p in own)]
         re_enters, *is_sparse = made_equal(group, own, facts, because=loop.modules.renormed)
@@ -397,8 +406,17 @@ def made_equal(
     return anywhere
 
 
-def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
-    _, mine, rank, theirs = first_difference(all_ranks, lambda each: f"one of shape {each[0]} and {each[1]}")
+def _in_other_order(all_ranks: Sequence[tuple[list[Any], list[float]]]) -> bool:
+    """Whether the ranks have the same parameters in another order, as of a ``set``, which Python orders by addresses."""
+    numbers = [sorted(each) for _, each in all_ranks]
+    return max(numbers[0], default=0) < math.inf and all(each == numbers[0] for each in numbers)
+
+
+def _different_sets(all_ranks: Sequence[tuple[list[Any], list[float]]]) -> RankMismatchError | None:
+    shapes = [each for each, _ in all_ranks]
+    if _in_other_order(all_ranks) or all(each == shapes[0] for each in shapes):
+        return None
+    _, mine, rank, theirs = first_difference(shapes, lambda each: f"one of shape {each[0]} and {each[1]}")
     return RankMismatchError(
         f"the ranks train different parameters in the backward at {script_place()}: {mine} on rank 0 and {theirs} on rank {rank}. Only "
         "gradients of parameters that all ranks train can be averaged. Build the same model on every rank, outside of training passes or "

@@ -66,6 +66,49 @@ def as_one_process(train, strategy="ddp"):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+# another order on each rank, as of a set of parameters
+
+
+def own_order(model):
+    """The parameters in another order on each rank, as in a ``set``, which Python orders by addresses."""
+    parameters = list(model.parameters())
+    return parameters[::-1] if parwrap.rank() else parameters
+
+
+def one_optimizer(parameters):
+    return [torch.optim.Adam(parameters, 0.05)]
+
+
+def one_each(parameters):
+    return [torch.optim.Adam([p], 0.05) for p in parameters]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("made", [one_optimizer, one_each])
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_ranks_that_order_their_parameters_differently_train_as_one_process(made, lazily, layers):
+    def train():
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()) for _ in range(layers)], nn.Linear(4, 1))
+        optimizers = [] if lazily else made(own_order(model))
+        for _ in range(3):
+            for (x,) in DataLoader(TensorDataset(numbers()), 4, shuffle=True):
+                for each in optimizers:
+                    each.zero_grad()
+                F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+                if not optimizers:  # as pyro does
+                    for each in made(own_order(model)):
+                        optimizers.append(each)
+                        each.step()
+                    continue
+                for each in optimizers:
+                    each.step()
+        return [model]
+
+    as_one_process(train)
+
+
 # several models at one line
 
 
