@@ -45,6 +45,7 @@ VOCABULARIES = ("WordLevel", "WordPiece")
 """The models of tokenizers that read a vocabulary from one file."""
 
 CALLS = (
+    NativeCall("torch", "from_file", "read", "filename"),
     NativeCall("torch.jit", "save", "save", "f", 1),
     NativeCall("torch.jit", "RecursiveScriptModule.save", "save", "f"),
     NativeCall("torch.jit", "ScriptModule.save", "save", "f"),  # of a traced one

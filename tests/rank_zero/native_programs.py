@@ -23,6 +23,14 @@ def torchscript(rank):
     return seen
 
 
+def mapped(rank):
+    seen = []
+    for step in range(3):
+        np.full(SIZE, step, np.float32).tofile("mapped.bin")
+        seen.append(torch.from_file("mapped.bin", size=SIZE).sum().item())
+    return seen
+
+
 def exported(rank):
     seen = []
     for step in range(2):
