@@ -107,9 +107,9 @@ def different_data(differ: Iterable[int], place: Place, outer: Place | None = No
         else ""
     )
     raise RankMismatchError(
-        f"the ranks have read {WHAT[worst]} in the pass at {place}.{around} Each rank reads a part of what all of them hold, so samples "
-        "would be read twice or never. Before the loop, make the same dataset, split and loader on every rank: the same files in the same "
-        "order, the same batch size, and the same seed (not the clock, the process number or torch.Generator().seed()). Draw inside `with "
+        f"the ranks have read {WHAT[worst]} in the pass at {place}.{around} All ranks must hold the same data: each reads a part of it, or "
+        "all of it. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, the same "
+        "batch size, and the same seed (not the clock, the process number or torch.Generator().seed()). Draw inside `with "
         "parwrap.same_draws():`. Read a loader that only rank 0 needs in a function decorated with @parwrap.rank_zero_only. If the "
         "dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first, "
         "`torch.cat(parwrap.gather(tensor))`."

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.passes import Batch, Pass
-from parwrap.places import Line, Place, call_stack, script_place, warn
+from parwrap.places import Line, Place, script_place, warn
 from parwrap.ranks.group import is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
@@ -170,6 +171,9 @@ class Loaders(Sources, Interceptor):
         self.known(loader).iterated = weakref.ref(made)
         return made
 
+    def starts_thread(self, thread: threading.Thread) -> None:
+        self._loops.starts_thread(thread, sys._getframe(1))
+
     def begin(self, iteration: _Iteration) -> None:
         loader, place = iteration.loader, iteration.place
         assert loader is not None
@@ -195,9 +199,10 @@ class Loaders(Sources, Interceptor):
         if shared:
             self._begin_share(iteration, loader, known, opened)
         else:
-            if torch.is_grad_enabled() and loader not in _replicated:
+            if self._loops.gradients_on() and loader not in _replicated:
                 self._passes.whole_at = self._passes.whole_at or place
-                opened.data = Held().digits("everything on every rank", str(self._passes.begun))
+                held = Held() if self._passes.draws_own else held_by(loader)  # where ranks draw their own data, it may differ
+                opened.data = held.digits("everything on every rank", str(self._passes.begun))
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
             workers_seed = iteration.workers_seed
             if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
@@ -206,7 +211,7 @@ class Loaders(Sources, Interceptor):
             iteration.reading = self._own_streams(loader) if training else random_streams.NONE
         if not in_loop:  # when it begins depends on the clock
             opened.data = ()
-        opened.whole = _samples(loader)
+        opened.whole, opened.length = _samples(loader), _batches(iteration.batches)
         if shared and self._size > 1 and self._options().batch != "global":
             opened.endless_from = _endless_from(loader)
         self.go_on(iteration)
@@ -381,12 +386,12 @@ class Loaders(Sources, Interceptor):
         iterated = None if known.iterated is None else known.iterated()
         if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
             return whole if self._start(iterated.stack, loader).why_whole else self._share_length(loader, whole)
-        asked, dataset = of_script(call_stack(sys._getframe(1))), key_of(loader)
+        asked, dataset = of_script(self._loops.stack(sys._getframe(1))), key_of(loader)
         shared = loader in _sharded or self._lengths.shared(loader, dataset, asked)
         if shared is None:
             shared = shows_share(
                 last_trained=None if known.last is None else known.last.shared,
-                gradients_on=torch.is_grad_enabled(),
+                gradients_on=self._loops.gradients_on(),
                 in_eval=self._optimizers.evaluate(),
                 shuffled=_reads_anew(loader),
             )
@@ -572,6 +577,14 @@ def _endless_from(loader: DataLoader) -> int:
     try:
         return 0 if isinstance(loader.dataset, IterableDataset) or hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:
+        return 0
+
+
+def _batches(batches: Iterator) -> int:
+    """The number of batches that torch's iterator yields; 0 if it is unknown."""
+    try:
+        return length_hint(batches)
+    except Exception:  # the script's sampler raises it
         return 0
 
 

@@ -6,7 +6,10 @@ model in eval mode, or not.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Pass, Passes
-from parwrap.places import Line, Place, warn
+from parwrap.places import Line, Place, call_stack, warn
 
 __all__ = ["Loops", "Start", "why_whole"]
 
@@ -132,6 +135,13 @@ class Start(NamedTuple):
     lines: _Lines
 
 
+class _Starter(NamedTuple):
+    """What a thread was started by: the calls that lead there, and whether gradients were on."""
+
+    stack: tuple[Line, ...] = ()
+    gradients_on: bool = True
+
+
 class Loops:
     """The loops of a script.
 
@@ -145,6 +155,22 @@ class Loops:
         self._loops: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a dataset to its loops, by stack and eval mode
         self._lines: dict[tuple[tuple[Line, ...], bool, bool], _Lines] = {}
         self._named: set[Place] = set()
+        self._threads: weakref.WeakKeyDictionary[threading.Thread, _Starter] = weakref.WeakKeyDictionary()
+
+    def starts_thread(self, thread: threading.Thread, frame: FrameType | None) -> None:
+        """Note that the script starts ``thread`` in ``frame``."""
+        self._threads[thread] = _Starter(self.stack(frame), self.gradients_on())
+
+    def stack(self, frame: FrameType | None) -> tuple[Line, ...]:
+        """The calls that lead to ``frame``. In a thread, those that lead to its start come first."""
+        return (*self._starter().stack, *call_stack(frame))
+
+    def gradients_on(self) -> bool:
+        """Whether gradients are on, and were on where this thread was started: torch turns them on in each new thread."""
+        return torch.is_grad_enabled() and self._starter().gradients_on
+
+    def _starter(self) -> _Starter:
+        return self._threads.get(threading.current_thread(), _Starter())
 
     def start(self, stack: tuple[Line, ...], dataset: Any, shuffles: bool, sharded: bool = False) -> Start:
         """How a pass starts that begins now.
@@ -166,7 +192,7 @@ class Loops:
         if last_time is None and after_eval.last_time():  # a loop that trained although the model was put in eval mode trains anyway
             last_time = True
         why = why_whole(
-            gradients_on=torch.is_grad_enabled(),
+            gradients_on=self.gradients_on(),
             last_time=last_time,
             optimizer_built=optimizers.were_built,
             trained_since_built=optimizers.trained_since_built,
@@ -190,7 +216,7 @@ class Loops:
         passes = self._passes
         opened.after_eval, opened.in_thread = start.after_eval, not passes.in_loop()
         passes.begun += not opened.in_thread
-        if not torch.is_grad_enabled():
+        if not self.gradients_on():
             return
         if not opened.in_thread:
             start.lines.running.append((start.loop, opened))

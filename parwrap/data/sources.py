@@ -21,7 +21,7 @@ from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Batch, Pass, Passes, script_drops
 from parwrap.options import Options
-from parwrap.places import Place, call_stack
+from parwrap.places import Place
 from parwrap.ranks.group import Group, say
 
 __all__ = ["PassIterator", "Sources"]
@@ -124,7 +124,7 @@ class PassIterator(Batches):
     def __init__(self, sources: Sources, place: Place) -> None:
         super().__init__(None)
         self.place = place
-        self.stack = call_stack(sys._getframe(1))
+        self.stack = sources._loops.stack(sys._getframe(1))
         self.opened: Pass | None = None
         self.reading: frozenset[str] = random_streams.NONE
         self._sources: Sources | None = sources

@@ -14,6 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import threading
+
     import torch
     from torch import nn
     from torch.optim import Optimizer
@@ -34,6 +36,9 @@ class Interceptor:
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)`` was called. Returns the length."""
+
+    def starts_thread(self, thread: threading.Thread) -> None:
+        """``thread.start()`` was called; the thread does not run yet."""
 
     # losses and gradients
 

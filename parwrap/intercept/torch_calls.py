@@ -82,6 +82,14 @@ def _length(interceptor: Interceptor) -> Patches:
 # losses and gradients
 
 
+def _starts_thread(interceptor: Interceptor) -> Patches:
+    def start(wrapped: Callable, instance: threading.Thread, args: tuple, kwargs: dict) -> None:
+        interceptor.starts_thread(instance)
+        wrapped(*args, **kwargs)
+
+    return [Patch(threading.Thread, "start", start)]
+
+
 def _backward(interceptor: Interceptor) -> Patches:
     """Patch ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called: one patch intercepts both."""
 
@@ -629,6 +637,7 @@ def _distributes_itself(interceptor: Interceptor) -> Patches:
 PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "iterate": _iterate,
     "length": _length,
+    "starts_thread": _starts_thread,
     "backward": _backward,
     "criterion": _criterion,
     "scaled": _scaled,

@@ -116,7 +116,10 @@ class Modules(Interceptor):
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         self._outer.setdefault(module, _Eval())
-        if not training and not is_on_one_rank():  # what one rank does to a model must not change what the next pass is on that rank
+        if is_on_one_rank():  # what one rank does to a model must not change what the next pass is on that rank
+            return
+        self._passes.modes += 1
+        if not training:
             self._passes.evals += 1
             self._outer[module] = _Eval(self._passes.evals, script_place())
 

@@ -100,6 +100,8 @@ class Pass:
         waits_for_step: whether it has drawn a batch since the last step.
         together: whether a step may train on its batch and on one of another pass, as where loaders are zipped.
         left_out: whether a step has trained on the batch of another pass, but not on its.
+        length: the number of its batches; 0 if it is unknown.
+        modes: how often the script had set the mode of a module when it drew its last batch.
         drawn: the number of batches drawn.
         drawn_by_loop: how many of these the thread of the loop has drawn.
         drawn_after: the number of all backwards when it drew its last batch.
@@ -131,6 +133,8 @@ class Pass:
     waits_for_step: bool = False
     together: bool = False
     left_out: bool = False
+    length: int = 0
+    modes: int = 0
     drawn: int = 0
     drawn_by_loop: int = 0
     drawn_after: int = 0
@@ -151,6 +155,19 @@ class Pass:
     def trained(self) -> bool:
         """Whether an optimizer has stepped on its batches."""
         return self.steps > 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all its batches were drawn, although the script may still hold its iterator."""
+        return 0 < self.length == self.drawn
+
+    def leads(self, modes: int) -> bool:
+        """Whether the pass that begins now, after ``modes`` changes of modes, may be read for the same step, as where loaders are zipped.
+
+        A validation is not, whose iterator the script still holds: all its batches are read, or the model has left eval mode since.
+        """
+        validated = (self.is_read and self.length > 1) or (self.after_eval and self.modes != modes)
+        return self.waits_for_step and not self.left_out and not validated
 
     def drew(self, samples: int, lacks: Callable[[int], bool]) -> None:
         """Note that a batch of ``samples`` samples was drawn; ``lacks(n)`` returns whether some of ``n`` samples are not in it."""
@@ -188,6 +205,7 @@ class Passes:
         backwards: the number of backwards so far.
         begun: the number of passes over loaders that the thread of the loop has begun.
         draws: the number of batches that it has drawn, in passes of all kinds.
+        modes: how often the script has set the mode of a module.
         evals: how often the script has put a module in eval mode.
         evals_before: that number when a pass last began or ended; ``None`` before the first pass.
         whole_at: the first line with a pass that every rank has read whole with gradients on, and without ``parwrap.replicate``.
@@ -204,7 +222,7 @@ class Passes:
         self._read_since: list[Pass] = []  # training passes that have ended since the last backward
         self._computing_for: int | None = None  # inside the closure of a step: how many batches had been drawn when its optimizer was built
         self._same_draws, self._unsent = 0, False
-        self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = 0
+        self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = self.modes = 0
         self.evals_before: int | None = None
         self.whole_at: Place | None = None
         self.empty_at: Place | None = None
@@ -256,7 +274,7 @@ class Passes:
         if not self._open:
             self._read_since = []
         for each in self._open:
-            if each.waits_for_step and not each.left_out:
+            if each.leads(self.modes):
                 each.together = opened.together = True
         self._open.append(opened)
         self.note_modes(opened)
@@ -276,8 +294,9 @@ class Passes:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
         if closed in self._open:
             self._open.remove(closed)
-            self.note_modes(closed)
-            if not closed.after_eval and (closed.backwards or not closed.exhausted):
+            if closed.exhausted or not closed.is_read:  # else the script drops an iterator that it has held for nothing
+                self.note_modes(closed)
+            if not closed.after_eval and (closed.backwards or closed.in_thread or not closed.exhausted):
                 self._ended = [*self._ended[1 - MOST_ENDED :], closed]
             if closed.trains:
                 self._read_since.append(closed)
@@ -361,6 +380,7 @@ class Passes:
         self.draws += not opened.in_thread
         self._drawn += self.in_loop()
         opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
+        opened.modes = self.modes
         if opened.trains:
             opened.drew(found := samples(), lacks)
             opened.drawn_by_loop += self.in_loop()
@@ -409,6 +429,8 @@ class Passes:
         drew = [each for each in passes if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn)]
         candidates = [each for each in drew if not each.left_out] or drew
         last = max((each.drawn_at for each in candidates if each in self._open), default=0)
+        if any(each.in_thread for each in drew):  # when such a pass begins and ends depends on the clock: its steps count instead
+            self.note_modes()
         for each in drew:
             each.waits_for_step = False
             alone = each in self._open and not (each.drawn_at == last or each.together or each.in_thread or each.trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -209,6 +210,18 @@ def train_on_zipped(*data):
         training = Training()
         for _ in zip(*map(DataLoader, data), strict=True):
             training.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("draws", ["by_pass", "per_rank"])
+def test_a_whole_pass_that_trains_on_different_data_is_an_error_unless_ranks_draw_their_own(draws):
+    """For example a loop over the hardest samples of this rank's share."""
+    found = pytest.raises(RankMismatchError, match="were collected in a training pass, each rank has only a share")
+    with parwrap.distributed(draws=draws), found if draws == "by_pass" else nullcontext():
+        training = Training()
+        training.train(DataLoader(range(8), batch_size=2))
+        for batch in DataLoader(Subset(range(8), [parwrap.rank(), 2])):
+            training.step(batch)
 
 
 @pytest.mark.ranks(2)

@@ -1033,6 +1033,57 @@ def test_loops_whose_batches_another_thread_reads_train_on_shares_and_evaluate_e
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("off", ["eval mode", "gradients"])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_thread_reads_for_the_loop_that_started_it(off):
+    """One line trains and evaluates on one dataset. Torch turns gradients on in every new thread."""
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+
+        def run_epoch(trains):
+            training.model.train(trains or off == "gradients")
+            read = []
+            with torch.set_grad_enabled(trains or off == "eval mode"):
+                for batch in in_thread(loader):
+                    read += batch.tolist()
+                    if trains:
+                        training.step(batch)
+            return read
+
+        seen = [(len(run_epoch(True)), len(run_epoch(False))) for _ in range(4)]
+
+    assert [(len(WHOLE) // 2, len(WHOLE))] * 4 == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("sets_modes", "length"), [(True, 4), (False, 4), (True, 1)])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_validation_whose_iterator_the_script_holds_does_not_train(sets_modes, length):
+    """Its loop counts batches, so that the pass is never exhausted, and is still open when the next training pass begins."""
+    with parwrap.distributed():
+        training, loader, seen = Training(), DataLoader(range(16), batch_size=2, shuffle=True), []
+        for _ in range(4):
+            training.model.train()
+            training.train(loader)
+            if sets_modes:
+                training.model.eval()
+            validation = iter(DataLoader(range(8), batch_size=8 // length))
+            seen.append([sample for _ in range(length) for sample in next(validation).tolist()])
+
+    assert [WHOLE] * 4 == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_threads_that_two_lines_start_are_two_loops():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        seen = [(len(training.train(in_thread(loader))), len(read(in_thread(loader)))) for _ in range(3)]
+
+    assert [(len(WHOLE) // 2, len(WHOLE))] * 3 == seen
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("batch", ["per_rank", "global"])
 def test_a_sampler_without_an_end_is_named_once_if_ranks_read_more_than_one_process(batch, capsys):
     class Endless:
