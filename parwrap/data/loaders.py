@@ -580,10 +580,10 @@ def _endless_from(loader: DataLoader) -> int:
         return 0
 
 
-def _batches(batches: Iterator) -> int:
+def _batches(batches: Iterator | None) -> int:
     """The number of batches that torch's iterator yields; 0 if it is unknown."""
     try:
-        return length_hint(batches)
+        return length_hint(batches, 0)
     except Exception:  # the script's sampler raises it
         return 0
 
