@@ -134,6 +134,7 @@ class _Known:
         open: its open passes, the innermost last.
         copy: the copy that is read, if its workers persist or if it has a state.
         held: hashes of what it reads, and the number of backwards when they were computed.
+        hashed: how often they were computed.
         iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
@@ -145,6 +146,7 @@ class _Known:
     open: list[Pass] = field(default_factory=list)
     copy: DataLoader | None = None
     held: tuple[Held, int] | None = None
+    hashed: int = 0
     iterated: weakref.ref[_Iteration] | None = None
 
 
@@ -201,7 +203,7 @@ class Loaders(Sources, Interceptor):
         else:
             if self._loops.gradients_on() and loader not in _replicated:
                 self._passes.whole_at = self._passes.whole_at or place
-                held = Held() if self._passes.draws_own else held_by(loader)  # where ranks draw their own data, it may differ
+                held = Held() if self._passes.draws_own else self._held(loader, known)  # where ranks draw their own data, it may differ
                 opened.data = held.digits("everything on every rank", str(self._passes.begun))
             may_end_apart = training and isinstance(loader.dataset, IterableDataset)
             workers_seed = iteration.workers_seed
@@ -241,8 +243,8 @@ class Loaders(Sources, Interceptor):
     def _held(self, loader: DataLoader, known: _Known) -> Held:
         """Hashes of what ``loader`` reads, which the script may have changed since they were computed. All ranks compute them alike."""
         backwards = self._passes.backwards
-        if known.held is None or known.trained < FIRST_PASSES or backwards - known.held[1] >= HASHED_EVERY:
-            known.held = held_by(loader), backwards
+        if known.held is None or known.hashed < FIRST_PASSES or backwards - known.held[1] >= HASHED_EVERY:
+            known.held, known.hashed = (held_by(loader), backwards), known.hashed + 1
         return known.held[0]
 
     def _read(self, iteration: _Iteration, loader: DataLoader, opened: Pass, workers_seed: int | None, may_end_apart: bool) -> None:
@@ -464,8 +466,8 @@ class Loaders(Sources, Interceptor):
 
 
 FIRST_PASSES, HASHED_EVERY = 3, 32
-"""What a loader reads is hashed in its first ``FIRST_PASSES`` training passes, and later in a pass that begins at least ``HASHED_EVERY``
-backwards after the last hash."""
+"""What a loader reads is hashed in its first ``FIRST_PASSES`` passes with gradients on, and later in one that begins at least
+``HASHED_EVERY`` backwards after the last hash."""
 
 DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""

@@ -996,7 +996,7 @@ def test_the_last_batch_of_a_loop_that_reads_ahead_keeps_the_draws_of_its_pass()
     assert 1 == len(set(common))
 
 
-def in_thread(batches, ahead):
+def in_thread(batches, ahead=1):
     """As prefetch_generator reads: another thread fills a queue."""
     queue: Queue = Queue(ahead)
 
