@@ -162,7 +162,8 @@ class PassIterator(Batches):
             if type(batch) is Part:
                 opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
                 batch = batch.batch
-            self._passes.drew(opened, lambda: self.samples_in(batch), lambda drawn: lacks_samples(batch, drawn))
+            lacks = None if opened.weights is None else lambda drawn: lacks_samples(batch, drawn)
+            self._passes.drew(opened, self.samples_in(batch) if opened.trains else 0, lacks)
             if opened.endless_from and opened.samples > opened.endless_from:
                 sources.say_endless(opened)
         return batch

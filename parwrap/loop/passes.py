@@ -169,7 +169,7 @@ class Pass:
         validated = (self.is_read and self.length > 1) or (self.after_eval and self.modes != modes)
         return self.waits_for_step and not self.left_out and not validated
 
-    def drew(self, samples: int, lacks: Callable[[int], bool]) -> None:
+    def drew(self, samples: int, lacks: Callable[[int], bool] | None) -> None:
         """Note that a batch of ``samples`` samples was drawn; ``lacks(n)`` returns whether some of ``n`` samples are not in it."""
         self.samples += samples
         self.sizes = self.sizes[0] or samples, samples
@@ -178,7 +178,7 @@ class Pass:
         if self.weights is not None:
             self.ahead = self.ahead or self.untrained > 1
             drawn = self.weights.popleft()
-            self.in_flight.append(Batch(samples, drawn.weight, drawn.samples - samples if lacks(drawn.samples) else 0))
+            self.in_flight.append(Batch(samples, drawn.weight, drawn.samples - samples if lacks and lacks(drawn.samples) else 0))
             while len(self.in_flight) > max(MOST_IN_FLIGHT, self.untrained):
                 self.in_flight.popleft()
 
@@ -372,19 +372,20 @@ class Passes:
         self._same_draws += 1 if entered else -1
         self.draw()
 
-    def drew(self, opened: Pass, samples: Callable[[], int], lacks: Callable[[int], bool] = lambda drawn: False) -> None:
-        """Note that ``opened`` has drawn a batch; ``samples()`` returns the number of its samples on this rank.
+    def drew(self, opened: Pass, samples: int, lacks: Callable[[int], bool] | None = None) -> None:
+        """Note that ``opened`` has drawn a batch, which has ``samples`` samples on this rank if the pass trains.
 
-        ``lacks(n)`` returns whether some of ``n`` samples are not in it.
+        ``lacks(n)`` returns whether some of ``n`` samples are not in it; it is needed if batches have weights.
         """
+        by_loop = self.in_loop()
         self.draws += not opened.in_thread
-        self._drawn += self.in_loop()
+        self._drawn += by_loop
         opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
         opened.modes = self.modes
         if opened.trains:
-            opened.drew(found := samples(), lacks)
-            opened.drawn_by_loop += self.in_loop()
-            self.clock.samples += found
+            opened.drew(samples, lacks)
+            opened.drawn_by_loop += by_loop
+            self.clock.samples += samples
             opened.drawn_after = self.backwards
             self.batches += 1
 

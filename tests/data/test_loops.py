@@ -93,7 +93,7 @@ class Script:
         if word in simple:
             simple[word]()
         elif word.startswith("draw"):
-            self.passes.drew(dict(self.open)[word[-1]], lambda: 1)
+            self.passes.drew(dict(self.open)[word[-1]], 1)
         else:
             self.read(word)
 
@@ -116,7 +116,7 @@ class Script:
             self.passes.begin(opened)
             self.reads += "S" if opened.trains else "W"
             for _ in range(1 if "<" in word or stays_open else 3):
-                self.passes.drew(opened, lambda: 1)
+                self.passes.drew(opened, 1)
                 if self.body:
                     self.body()
                 if "+" in word or "~" in word or ">" in word:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def test_an_evaluation_inside_a_training_pass_keeps_its_draws(streams):
 
 def drawn(passes, training, *sizes):
     for size in sizes:
-        passes.drew(training, partial(int, size))
+        passes.drew(training, size)
 
 
 @pytest.mark.parametrize(
