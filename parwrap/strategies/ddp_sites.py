@@ -408,8 +408,8 @@ def made_equal(
 
 def _in_other_order(all_ranks: Sequence[tuple[list[Any], list[float]]]) -> bool:
     """Whether the ranks have the same parameters in another order, as of a ``set``, which Python orders by addresses."""
-    numbers = [sorted(each) for _, each in all_ranks]
-    return max(numbers[0], default=0) < math.inf and all(each == numbers[0] for each in numbers)
+    ordered = [sorted(zip(numbers, shapes, strict=True)) for shapes, numbers in all_ranks]
+    return max(all_ranks[0][1], default=0) < math.inf and all(each == ordered[0] for each in ordered)
 
 
 def _different_sets(all_ranks: Sequence[tuple[list[Any], list[float]]]) -> RankMismatchError | None:
