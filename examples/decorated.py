@@ -43,7 +43,7 @@ def train(epochs=5):
             optimizer.step()
             summed, seen = summed + loss.item() * len(y), seen + len(y)
         # this rank has seen its share only; for the loss over all data, ask the others
-        summed, seen = parwrap.reduce_sum((summed, seen))
+        summed, seen = parwrap.total((summed, seen), of=loader)
         accuracy = accuracy_of(model, DataLoader(held_out, batch_size=256))
         report(epoch, summed / seen, accuracy)
     return accuracy

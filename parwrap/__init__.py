@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SyncBNMixin,
         UniformLengthMixin,
     )
+    from parwrap.decorators.total import total
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.insight.verify import verify
     from parwrap.options import Options as _Options
@@ -72,6 +73,7 @@ _HOMES = {
     "parwrap.decorators.progress": ("progress",),
     "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.decorators.sync_bn": ("sync_bn",),
+    "parwrap.decorators.total": ("total",),
     "parwrap.decorators.uniform_length": ("uniform_length",),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.insight.verify": ("verify",),
@@ -125,6 +127,7 @@ __all__ = [
     "same_draws",
     "shard",
     "sync_bn",
+    "total",
     "uniform_length",
     "verify",
     "world_size",

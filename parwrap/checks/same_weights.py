@@ -261,7 +261,7 @@ class SameWeights:
                 found = _first_option(first.options, theirs.options)
                 return RankMismatchError(
                     f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {found}. Compute them from numbers that "
-                    "are the same on all ranks: a loss after its backward, or parwrap.reduce_sum(correct)."
+                    "are the same on all ranks: a loss after its backward, or parwrap.total(correct, of=loader)."
                 )
             asks = [(owned[place], place in first.frozen) for place in sorted({*first.frozen} ^ {*theirs.frozen})]
             if not self.owned_only:
@@ -288,7 +288,7 @@ class SameWeights:
                     f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers "
                     "that no backward averaged. Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what "
                     "changes weights inside `with parwrap.same_draws():`, and let all ranks decide on the same numbers: a loss after its "
-                    "backward, `parwrap.reduce_sum(correct)`, or `parwrap.any_rank(...)`."
+                    "backward, `parwrap.total(correct, of=loader)`, or `parwrap.any_rank(...)`."
                 )
         return None
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from parwrap.checks.same_data import Held
-from parwrap.data.samplers import DealtBatches, in_rounds, samples_in
+from parwrap.data.samplers import Count, DealtBatches, in_rounds, samples_in
 from parwrap.data.sources import PassIterator, Sources
 from parwrap.errors import UsageError
 from parwrap.intercept.dali import pipelines_of, readers_of
@@ -103,6 +103,7 @@ class Pipelines(Sources):
         if deals:
             uneven = "drop" if self._options().uneven == "drop" else "pad"
             iteration.batches = iter(DealtBatches(iteration.batches, self._rank, self._size, uneven))
+        self._totals.begins(iterator, opened, lambda batches, exhausted: Count(opened.samples, 0))
         self.go_on(iteration)
 
     def end(self, iteration: _Iteration, exhausted: bool) -> None:

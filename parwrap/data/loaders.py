@@ -32,6 +32,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.checks.same_data import Held, data_digits, held_by
+from parwrap.data.counts import counting
 from parwrap.data.loader_lengths import Lengths, of_script, shows_share
 from parwrap.data.loops import Start
 from parwrap.data.samplers import (
@@ -198,8 +199,9 @@ class Loaders(Sources, Interceptor):
         )
         iteration.opened, known.last = opened, opened
         self._check_lengths(iteration, loader, known, opened)
+        counts = None
         if shared:
-            self._begin_share(iteration, loader, known, opened)
+            counts = counting(self._begin_share(iteration, loader, known, opened))
         else:
             if self._loops.gradients_on() and loader not in _replicated:
                 self._passes.whole_at = self._passes.whole_at or place
@@ -216,6 +218,7 @@ class Loaders(Sources, Interceptor):
         opened.whole, opened.length = _samples(loader), _batches(iteration.batches)
         if shared and self._size > 1 and self._options().batch != "global":
             opened.endless_from = _endless_from(loader)
+        self._totals.begins(loader, opened, counts)
         self.go_on(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
@@ -223,7 +226,8 @@ class Loaders(Sources, Interceptor):
         """How a pass over ``loader`` starts that is asked for at ``stack``. A loaded state of a share continues that share."""
         return self._loops.start(stack, key_of(loader), _reads_anew(loader), loader in _sharded or self.known(loader).resumed is not None)
 
-    def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
+    def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> DataLoader:
+        """Begin to read this rank's share of ``loader``. Returns the copy that is read."""
         with self._drawing():
             share, opened.weights = self._share(loader, known)
             refuse_nothing(loader, share, self._size, self._options().uneven)
@@ -239,6 +243,7 @@ class Loaders(Sources, Interceptor):
             known.copy = share
         known.trained += 1
         iteration.reading = random_streams.NONE if dealt else self._own_streams(loader)
+        return share
 
     def _held(self, loader: DataLoader, known: _Known) -> Held:
         """Hashes of what ``loader`` reads, which the script may have changed since they were computed. All ranks compute them alike."""

@@ -7,10 +7,11 @@ ranks in turn, or each is split among them. Endless loaders are common, so indic
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -22,6 +23,7 @@ from parwrap.places import script_place
 from parwrap.torch_private.dataloader import ITERATOR
 
 __all__ = [
+    "Count",
     "DealtBatches",
     "SplitBatches",
     "batches_by_size",
@@ -48,6 +50,18 @@ STATEFUL = "torchdata.stateful_dataloader.sampler.RandomSampler"
 """The sampler of torchdata's shuffled loaders, which is like torch's."""
 
 
+class Count(NamedTuple):
+    """How many samples of the dataset this rank has read in a pass.
+
+    Attributes:
+        samples: the number of samples.
+        repeated: how many of them it has read only to have as many batches as the others: another rank has read them too.
+    """
+
+    samples: int
+    repeated: int
+
+
 class DealtBatches:
     """Every ``size``-th batch, from the ``rank``-th on; all ranks get the same number.
 
@@ -67,10 +81,12 @@ class DealtBatches:
     def __init__(self, batches: Iterable, rank: int, size: int, uneven: str = "pad") -> None:
         self.batches, self.rank, self.size, self.uneven = batches, rank, size, uneven
         self.weights: deque[Batch] | None = deque() if uneven == "join" else None
+        self._drawn = Count(0, 0)
 
     def __iter__(self) -> Iterator:
         first: list = []
         turn: list = []
+        self._drawn = Count(0, 0)
         if self.weights is not None:
             self.weights.clear()
         for batch in self.batches:
@@ -80,15 +96,22 @@ class DealtBatches:
                 yield self._mine(turn)
                 turn = []
         if turn and self.uneven != "drop":
-            yield self._mine(turn + (first or turn) * self.size if self.uneven == "pad" else turn)
+            yield self._mine(turn, [*turn, *(first or turn) * self.size][self.rank] if self.uneven == "pad" else turn[0])
 
-    def _mine(self, turn: list) -> Any:
-        mine = turn[self.rank] if self.rank < len(turn) else None
+    def _mine(self, turn: list, stand_in: Any = None) -> Any:
+        """This rank's batch of ``turn``; ``stand_in`` if it has none."""
+        repeats = self.rank >= len(turn)
+        mine = stand_in if repeats else turn[self.rank]
+        samples = _items(mine)
         if self.weights is not None:
-            samples = [len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1 for batch in turn]
-            weight = 0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1)
-            self.weights.append(Batch(samples[0 if mine is None else self.rank], weight))
-        return turn[0] if mine is None else mine
+            weight = 0.0 if repeats else samples * self.size / (sum(map(_items, turn)) or 1)
+            self.weights.append(Batch(samples, weight))
+        self._drawn = _plus(self._drawn, samples, repeats)
+        return mine
+
+    def count(self) -> Count:
+        """What the loop has drawn in the last pass."""
+        return _without(self._drawn, self.weights or ())
 
     def __len__(self) -> int:
         return in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
@@ -130,16 +153,37 @@ class SplitBatches:
         self.batches = batches
         self.rank, self.size = rank, size
         self.weights: deque[Batch] = deque()
+        self._drawn = Count(0, 0)
 
     def __iter__(self) -> Iterator[list]:
         self.weights.clear()
+        self._drawn = Count(0, 0)
         for batch in self.batches:
             part, weight = part_of(list(batch), self.rank, self.size)
             self.weights.append(Batch(len(part), weight))
+            self._drawn = _plus(self._drawn, len(part), not weight)
             yield part
+
+    def count(self) -> Count:
+        """What the loop has drawn in the last pass."""
+        return _without(self._drawn, self.weights)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
+
+
+def _items(batch: Any) -> int:
+    """The number of indices in what a sampler has drawn: one, unless it draws batches."""
+    return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1
+
+
+def _plus(count: Count, samples: int, repeats: bool) -> Count:
+    return Count(count.samples + samples, count.repeated + samples * repeats)
+
+
+def _without(count: Count, ahead: Iterable[Batch]) -> Count:
+    """``count`` without the batches that torch has drawn ahead of the loop."""
+    return functools.reduce(lambda left, batch: _plus(left, -batch.samples, not batch.weight), ahead, count)
 
 
 def shuffles(loader: DataLoader) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from parwrap.data.loops import Loops
 from parwrap.data.samplers import lacks_samples, samples_in
 from parwrap.data.streams import Part
+from parwrap.data.totals import Totals
 from parwrap.intercept.intercepted_calls import Batches
 from parwrap.loop import random_streams
 from parwrap.loop.optimizers import Optimizers
@@ -37,6 +38,7 @@ class Sources:
         optimizers: the optimizers of the script.
         loops: what parwrap remembers of the script's loops.
         begins: called when a pass begins, with whether it trains.
+        totals: what the numbers that the script computes from passes cover.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class Sources:
         optimizers: Optimizers,
         loops: Loops,
         begins: Callable[[bool], None],
+        totals: Totals,
     ) -> None:
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._loops, self._begins = options, passes, optimizers, loops, begins
+        self._totals = totals
         self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
         self._undo = ExitStack()
         self._script_drops = self._undo.enter_context(script_drops())
-        self._said: set[Place] = set()
 
     def begin(self, iteration: Any) -> None:
         """Decide what ``iteration`` reads, and begin its pass. Called at its first ``next``."""
@@ -65,10 +68,7 @@ class Sources:
         self._open.add(iteration)
 
     def end(self, iteration: Any, exhausted: bool) -> None:
-        """End the pass of ``iteration``; ``exhausted`` says whether it was read to its end.
-
-        After a line's first pass over a share that trained, print how many samples this rank has read.
-        """
+        """End the pass of ``iteration``; ``exhausted`` says whether it was read to its end."""
         opened: Pass = iteration.opened
         opened.exhausted = exhausted
         if self._passes.is_open(opened):
@@ -76,14 +76,7 @@ class Sources:
         self._loops.end(opened)
         if self._passes.in_loop():
             self._passes.draw()
-        if self._size > 1 and opened.shared and opened.drawn and (opened.trained or opened.backwards) and opened.place not in self._said:
-            self._said.add(opened.place)
-            of = f" of {opened.whole}" if opened.whole is not None else ""
-            say(
-                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks. Sums over samples, such as correct "
-                "answers or loss * len(x), are of one rank's samples: parwrap.reduce_sum adds them up over all ranks."
-                + (" After its backward(), a loss is the mean over all ranks already." if self._options().averages_losses else "")
-            )
+        self._totals.ended(opened)
 
     def say_endless(self, opened: Pass) -> None:
         """Print that the sampler of ``opened`` has no end, so that ranks take no fewer steps than one process."""

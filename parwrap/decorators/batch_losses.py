@@ -17,7 +17,7 @@ from parwrap.loop.losses import counts_samples, leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.norm.exchange import Statistics, statistics_of
 from parwrap.ranks.agreement import agree_on, home
-from parwrap.ranks.collectives import group_for, reduce_sum
+from parwrap.ranks.collectives import group_for, summed
 from parwrap.ranks.group import Group, is_alone, world_size
 from parwrap.ranks.structures import difference
 from parwrap.torch_private.autograd import in_backward
@@ -96,7 +96,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
     if loop is not None and loop.passes.in_weighted_batch:  # the strategy multiplies the loss by it
         weight = loop.passes.batch(lambda: leading_sizes([loss_sum])).weight
         scale = weight * loss_factor(weight, world_size(), loop.options())
-    total = reduce_sum(number if scale else 0.0)
+    total = summed("mean_over_ranks", number if scale else 0.0, group_for("mean_over_ranks"))
     loss = loss_sum * (world_size() / total / scale if total and scale else 0.0)
     counts_samples(loss)
     return loss

@@ -25,6 +25,7 @@ from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.loops import Loops
 from parwrap.data.metrics import Metrics
+from parwrap.data.totals import Totals
 from parwrap.decorators.inventory import found, named, reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted, explain
@@ -243,7 +244,7 @@ def script_scope(*, log: str | None = None, heard: bool = False, quiet: bool = T
     Args:
         log: the file for the output of this rank if it is above 0 and not ``heard``; ``None`` drops the output.
         heard: whether ranks above 0 print too, because the launcher shows all ranks.
-        quiet: whether no summary is printed at the end.
+        quiet: whether no line about numbers of a share is printed, and no summary at the end.
         options: see :class:`distributed`.
     """
     begin_here()
@@ -311,12 +312,15 @@ def evaluating(divides: bool) -> Iterator[Callable[[], None]]:
     if _scope is None or (strategy := _scope.strategy) is None:
         yield lambda: None
         return
-    passes, opened = strategy.loop.passes, Pass(trains=False, shared=divides, place=script_place())
+    passes, totals = strategy.loop.passes, strategy.loop.totals
+    opened = Pass(trains=False, shared=divides, place=script_place())
     passes.begin(opened)
+    before, totals.evaluating = totals.evaluating, True
     try:
         with same_draws():
             yield lambda: strategy.begins_pass(False)
     finally:
+        totals.evaluating = before
         passes.end(opened)
 
 
@@ -332,7 +336,7 @@ class _Script(NamedTuple):
         hidden: the environment variables that it does not see.
         log: the file for the output of a rank above 0 that is not ``heard``; ``None`` drops it.
         heard: whether ranks above 0 print too.
-        quiet: whether no summary is printed at the end.
+        quiet: whether no line about numbers of a share is printed, and no summary at the end.
     """
 
     hidden: tuple[str, ...] = ()
@@ -340,6 +344,9 @@ class _Script(NamedTuple):
     heard: bool = False
     quiet: bool = True
 
+
+QUIET = "PARWRAP_QUIET"
+"""The variable that turns off the lines that ``--quiet`` turns off, also for decorated functions."""
 
 _scope: _Scope | None = None
 """The scope that is open in this process, if any."""
@@ -397,6 +404,7 @@ class _Scope(Interceptor):
         self.strategy: Strategy | None = None
         self._interrupts: Interrupts | None = None
         self._warnings: list[str] = []
+        self._silent = False  # whether parwrap prints nothing about numbers of a share
 
     @property
     def loop(self) -> Loop | None:
@@ -412,6 +420,8 @@ class _Scope(Interceptor):
             script: how a whole script runs; ``None`` for a function or block.
         """
         hidden, log, heard, quiet = script or _Script()
+        asked = os.environ.get(QUIET, "0") not in ("", "0")
+        self._silent, quiet = asked or (script is not None and quiet), quiet or asked
         module = "__main__" if script else module_of(call.function)
         with self._undo:
             self._undo.enter_context(without(hidden))
@@ -479,6 +489,7 @@ class _Scope(Interceptor):
             loop.same_step.end()
             strategy.end()
             line = None
+            loop.totals.tell()
             if strategy.together and self._whole is group and not quiet:
                 steps = loop.optimizers.steps
                 line = summary(group, passes.clock, steps, len(self._warnings)) or _whole_work(passes, group)
@@ -516,13 +527,16 @@ class _Scope(Interceptor):
         self._undo.callback(setattr, group, "control_message", group.control_message)
         group.control_message = same_step.control
         divisors = Divisors(group, passes, lambda: self._options)
-        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step)
+        totals = Totals(group.world.size, passes, (lambda text: None) if self._silent else say)
+        self._undo.callback(setattr, group, "summed", group.summed)
+        group.summed = totals.summed
+        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, totals)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
         if group.world.rank == 0:
             warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
-        reading = group, lambda: self._options, passes, optimizers, Loops(passes, optimizers), self.strategy.begins_pass
+        reading = group, lambda: self._options, passes, optimizers, Loops(passes, optimizers), self.strategy.begins_pass, totals
         loaders = Loaders(*reading)
         self._undo.callback(loaders.close)
         if options.strategy != "none":

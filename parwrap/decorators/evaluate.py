@@ -38,7 +38,7 @@ from parwrap.loop.random_streams import get_states, set_states
 from parwrap.places import warn
 from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.agreement import agree_on, first_other
-from parwrap.ranks.collectives import gather, group_for
+from parwrap.ranks.collectives import gathered, group_for
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import leaves
 from parwrap.torch_private.modules import registered_buffers
@@ -204,10 +204,12 @@ class _JointCall:
         Raises:
             _FailedError: on all ranks, if one of them passes an ``error``.
         """
-        gathered = gather((mine, None if error is None else in_one_line(error), error if can_pickle(error) else None))
-        failed = next(((rank, text, sent) for rank, (_, text, sent) in enumerate(gathered) if text is not None), None)
+        everyones = gathered(
+            (mine, None if error is None else in_one_line(error), error if can_pickle(error) else None), group_for("gather")
+        )
+        failed = next(((rank, text, sent) for rank, (_, text, sent) in enumerate(everyones) if text is not None), None)
         if failed is None:
-            return [each for each, _, _ in gathered]
+            return [each for each, _, _ in everyones]
         rank, text, sent = failed
         if error is None:
             error = RankMismatchError(f"rank {rank} failed with {text} in {self.name}, which all ranks run together. Fix this error.")

@@ -41,7 +41,7 @@ from parwrap.loop.random_streams import RandomStreams, get_states, seed_all
 from parwrap.places import script_place
 from parwrap.rank_zero.files import files_in_scratch
 from parwrap.rank_zero.path_rules import passing
-from parwrap.ranks.collectives import barrier, gather, reduce_sum
+from parwrap.ranks.collectives import barrier, gathered, group_for, summed
 from parwrap.ranks.device import gpu_count
 from parwrap.ranks.group import rank, world_size
 from parwrap.strategies.ddp_averager import TORCHS_BACKWARD
@@ -317,7 +317,7 @@ class _Recorder(Interceptor):
         step, self._step = self._step, None
         step.after = [_sampled(p) for p in parameters_of(optimizer)]
         mine = [self._samples, *self._data, int(self._drew_reading), int(self._drew_training)]
-        step.samples, *step.data, reading, training = reduce_sum(mine)
+        step.samples, *step.data, reading, training = summed("reduce_sum", mine, group_for("reduce_sum"))
         step.passes, step.read, step.batches = self._passes, self._read, self._batches
         step.draws_reading, step.draws_training = reading > 0, training > 0
         self._begin()
@@ -377,8 +377,12 @@ class _Timer(Interceptor):
     def end(self) -> None:
         """Write how long the steps after the warm-up took, if there were any."""
         if self._steps > WARM_UP:
-            seconds = max(gather(self._last - self._begin))
-            timed = {"seconds": seconds, "samples": reduce_sum(self._samples), "steps": self._steps - WARM_UP}
+            seconds = max(gathered(self._last - self._begin, group_for("gather")))
+            timed = {
+                "seconds": seconds,
+                "samples": summed("reduce_sum", self._samples, group_for("reduce_sum")),
+                "steps": self._steps - WARM_UP,
+            }
             if rank() == 0:
                 with passing():
                     Path(self._settings.folder, "timed.json").write_text(json.dumps(timed))

@@ -58,7 +58,7 @@ class Script:
         kind: which of these ``target`` is.
         scope: the options of the ``distributed`` scope around the target; ``None`` to only launch the target.
         decorators: other decorators of parwrap around the target, each with its arguments.
-        quiet: print no summary at the end.
+        quiet: print no line about numbers of a share, and no summary at the end.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 
@@ -318,7 +318,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.ours = ours = parser.add_argument_group("parwrap")
     ours.add_argument("--all-ranks", "--all_ranks", action="store_true", help="show the output of every rank")
-    ours.add_argument("--quiet", action="store_true", help="no summary line at the end")
+    ours.add_argument("--quiet", action="store_true", help="no line about numbers of a share, and no summary at the end")
     ours.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and start nothing")
     ours.add_argument("--plain", action="store_true", help="only launch the script, as torchrun does")
     ours.add_argument("--launcher", metavar="NAME", help="slurm, kubeflow or ray, with options of its own")

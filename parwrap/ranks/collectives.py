@@ -17,10 +17,23 @@ import torch.distributed as dist
 from parwrap.errors import RankMismatchError, UsageError, counted, shortened
 from parwrap.ranks.agreement import agree, agree_on, first_other, home
 from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
-from parwrap.ranks.structures import Structure, described, difference, mapped, mixed_dtypes, number_dtype
+from parwrap.ranks.structures import Structure, described, difference, leaves, mapped, mixed_dtypes, number_dtype
 from parwrap.ranks.world import detect
 
-__all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
+__all__ = [
+    "ALIKE",
+    "all_ranks",
+    "any_rank",
+    "as_sums",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gathered",
+    "group_for",
+    "reduce_mean",
+    "reduce_sum",
+    "summed",
+]
 
 CPU = torch.device("cpu")
 
@@ -65,7 +78,11 @@ def reduce_sum(x: Any) -> Any:
     >>> reduce_sum({"correct": 31, "loss": torch.tensor([1.5])})
     {'correct': 31, 'loss': tensor([1.5000])}
     """
-    return _reduce("reduce_sum", x, lambda total, size: total)
+    group = group_for("reduce_sum")
+    total = summed("reduce_sum", x, group)
+    if group is not None:
+        group.summed(lambda: _is_multiple(total, x, group.world.size))
+    return total
 
 
 def reduce_mean(x: Any) -> Any:
@@ -76,7 +93,7 @@ def reduce_mean(x: Any) -> Any:
     >>> reduce_mean([2, 0.5])
     [2.0, 0.5]
     """
-    return _reduce("reduce_mean", x, lambda total, size: total / size)
+    return _reduce("reduce_mean", x, group_for("reduce_mean"), lambda total, size: total / size)
 
 
 def gather(x: Any) -> list[Any]:
@@ -92,6 +109,14 @@ def gather(x: Any) -> list[Any]:
     ['here']
     """
     group = group_for("gather")
+    everyones = gathered(x, group)
+    if group is not None:
+        group.summed(lambda: False)
+    return everyones
+
+
+def gathered(x: Any, group: Group | None) -> list[Any]:
+    """The ``x`` of each rank of ``group``, as :func:`gather` returns it."""
     if group is None:
         return [mapped(x, _detached)]
     _met("gather", group)
@@ -138,7 +163,7 @@ def any_rank(flag: Any) -> bool:
     >>> any_rank(False)
     False
     """
-    return bool(reduce_sum(int(bool(flag))) > 0)
+    return bool(_reduce("any_rank", int(bool(flag)), group_for("any_rank"), _total) > 0)
 
 
 def all_ranks(flag: Any) -> bool:
@@ -147,7 +172,7 @@ def all_ranks(flag: Any) -> bool:
     >>> all_ranks(True)
     True
     """
-    return bool(reduce_sum(int(bool(flag))) == world_size())
+    return bool(_reduce("all_ranks", int(bool(flag)), group_for("all_ranks"), _total) == world_size())
 
 
 def group_for(name: str) -> Group | None:
@@ -212,22 +237,40 @@ def _different_sources(sources: list[int]) -> RankMismatchError:
     )
 
 
-def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
-    group = group_for(name)
+def summed(name: str, x: Any, group: Group | None) -> Any:
+    """The sum of ``x`` over the ranks of ``group``, as :func:`reduce_sum` returns it, for the collective ``name``."""
+    return _reduce(name, x, group, _total)
+
+
+def _total(total: Any, size: int) -> Any:
+    return total
+
+
+def _is_multiple(total: Any, x: Any, size: int) -> bool:
+    """Whether ``total`` is ``size`` times ``x``, and not 0."""
+    pairs = [
+        (torch.as_tensor(all_ranks), torch.as_tensor(mine))
+        for all_ranks, mine in zip(leaves(total).values(), leaves(x).values(), strict=True)
+    ]
+    alike = all(torch.allclose(all_ranks.double(), size * mine.double(), 1e-6, 0) for all_ranks, mine in pairs)
+    return alike and any(bool(mine.any()) for _, mine in pairs)
+
+
+def _reduce(name: str, x: Any, group: Group | None, finish: Callable[[Any, int], Any]) -> Any:
+    """The sum of ``x`` over the ranks of ``group``, after ``finish`` has got each sum and the number of ranks."""
     dtypes = [] if group is None else _common_dtypes(name, described(x), group)
-    leaves: list[torch.Tensor] = []
     size = 1 if group is None else group.world.size
-    mapped(x, lambda leaf: leaves.append(_as_tensor(name, leaf, size)))
+    parts = as_sums(name, x, size)
     if group is not None:
-        leaves = [leaf.to(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes or [None] * len(leaves), strict=True)]
+        parts = [part.to(dtype or part.dtype) for part, dtype in zip(parts, dtypes or [None] * len(parts), strict=True)]
         with group.control_message(f"parwrap.{name}"):
-            leaves = _all_reduced(leaves, group)
-    totals = iter(leaves)
+            parts = _all_reduced(parts, group)
+    totals = iter(parts)
 
     def result(leaf: Any) -> Any:
         total = next(totals)
         if isinstance(leaf, np.ndarray):
-            finished = finish(total if leaf.dtype.kind in "fc" or name == "reduce_sum" else total.double(), size).numpy()
+            finished = finish(total if leaf.dtype.kind in "fc" or finish is _total else total.double(), size).numpy()
             return finished.astype(leaf.dtype) if leaf.dtype.kind in "fc" else finished
         if not isinstance(leaf, torch.Tensor):
             return finish(total.item(), size)
@@ -256,6 +299,13 @@ def _common_dtypes(name: str, structure: Structure, group: Group) -> list[torch.
 
 MOST = 2**63 - 1
 """The largest integer that a tensor holds."""
+
+
+def as_sums(name: str, x: Any, size: int) -> list[torch.Tensor]:
+    """The leaves of ``x``, each as a new tensor that holds its sum over ``size`` ranks, for the collective ``name``."""
+    parts: list[torch.Tensor] = []
+    mapped(x, lambda leaf: parts.append(_as_tensor(name, leaf, size)))
+    return parts
 
 
 def _as_tensor(name: str, leaf: Any, size: int) -> torch.Tensor:
@@ -295,7 +345,7 @@ def _from_array(name: str, array: np.ndarray) -> torch.Tensor:
 
 def _refuse_overflow(name: str, number: int, size: int) -> None:
     if abs(number) > MOST // size:
-        exact = ", or add them up as Python does: sum(parwrap.gather(x))" if name == "reduce_sum" else ""
+        exact = ", or add them up as Python does: sum(parwrap.gather(x))" if name in ("reduce_sum", "total") else ""
         raise UsageError(
             f"parwrap.{name}() adds up whole numbers in 64 bits, so on {counted(size, 'rank')} none may be beyond {MOST // size}, but one "
             f"is {number}. Pass floats{exact}."

@@ -56,6 +56,10 @@ def _not_noted() -> None:
     pass
 
 
+def _not_summed(equal: Callable[[], bool]) -> None:
+    pass
+
+
 def _unchecked(kind: str) -> AbstractContextManager[Callable[[], None]]:
     return nullcontext(_not_noted)
 
@@ -75,6 +79,8 @@ class Group:
         control_message: returns the context manager in which a control message of the given kind is sent; in an open scope it checks
             lockstep. It yields a function to call while this rank waits outside of a collective.
         after_barrier: a function that is called after each barrier; an open scope then shows this rank the files of the other ranks.
+        summed: a function that is called after each ``reduce_sum`` and ``gather`` of the script, with a function that returns
+            whether the numbers were equal on all ranks; an open scope then knows that the script adds up what it prints.
     """
 
     world: World
@@ -86,6 +92,7 @@ class Group:
     control: dist.ProcessGroup | None = None
     control_message: Callable[[str], AbstractContextManager[Callable[[], None]]] = _unchecked
     after_barrier: Callable[[], None] = _not_noted
+    summed: Callable[[Callable[[], bool]], None] = _not_summed
 
 
 _current: Group | None = None

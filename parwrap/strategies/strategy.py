@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from parwrap.checks.same_data import NO_DATA, compare_data
 from parwrap.checks.same_step import SameStep
+from parwrap.data.totals import Totals
 from parwrap.errors import UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
@@ -47,6 +48,7 @@ class Loop:
         losses: the scalars that backwards are called on.
         divisors: weighs the cross entropies of a global batch.
         same_step: checks that all ranks are at the same step.
+        totals: what the numbers that the script computes from passes cover.
     """
 
     group: Group
@@ -57,6 +59,7 @@ class Loop:
     losses: Losses
     divisors: Divisors
     same_step: SameStep
+    totals: Totals
 
 
 def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:

@@ -808,23 +808,6 @@ def test_a_scope_inside_a_scope_entered_while_a_pass_is_open():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("strategy", "of_losses"), [("ddp", " After its backward(), a loss is the mean over all ranks already."), ("local_sgd", "")]
-)
-def test_a_share_is_said_once_for_each_line(capsys, strategy, of_losses):
-    with parwrap.distributed(strategy=strategy):
-        training, loader = Training(), in_order()
-        for _ in range(2):
-            training.train(loader)
-    said = [line for line in capsys.readouterr().err.splitlines() if "read" in line]
-
-    expected = "read 4 of 8 samples on each of 2 ranks. Sums over samples, such as correct answers or loss * len(x), are of one rank's "
-    expected += "samples: parwrap.reduce_sum adds them up over all ranks." + of_losses
-    assert (1 if parwrap.is_rank_zero() else 0) == len(said)
-    assert all(line.startswith("parwrap: training.py:") and line.endswith(expected) for line in said)
-
-
-@pytest.mark.ranks(2)
 def test_a_pass_in_rank_zero_only_is_whole():
     with parwrap.distributed():
         training = Training()

@@ -79,7 +79,7 @@ def test_the_kind_is_announced_before_anything_is_sent(monkeypatch):
     parwrap.any_rank(True)
     agree(current(), "a set", 0, never, refused)
 
-    assert ["parwrap.barrier", "parwrap.reduce_sum", "parwrap.reduce_sum", "a set"] == announced
+    assert ["parwrap.barrier", "parwrap.any_rank", "parwrap.any_rank", "a set"] == announced
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,172 @@
+"""What numbers cover that the script computes from a pass: this rank's share of the samples, or all of them (contract, rule 7)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from parwrap.data.samplers import Count
+from parwrap.errors import UsageError
+from parwrap.loop.passes import Pass, Passes
+from parwrap.places import Place, warn
+
+__all__ = ["Totals"]
+
+READ_MORE = "docs/numbers.rst"
+
+Counting = Callable[[int, bool], Count | None]
+"""As :func:`parwrap.data.counts.counting` returns."""
+
+
+class Totals:
+    """The passes that numbers may come from, and the line that parwrap prints once about numbers of a share.
+
+    Args:
+        size: the number of ranks.
+        passes: the open passes.
+        say: prints a line on rank 0.
+
+    Attributes:
+        evaluating: whether a function runs that ``@evaluate`` divides.
+    """
+
+    def __init__(self, size: int, passes: Passes, say: Callable[[str], None]) -> None:
+        self._size, self._passes, self._say = size, passes, say
+        self.evaluating = False
+        self._last: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # the last pass over each loader
+        self._since: list[Pass] = []  # the first pass in shares and the first whole one since the last total
+        self._totalled = False  # whether there was a total since the last pass began
+        self._counts: weakref.WeakKeyDictionary[Pass, Counting] = weakref.WeakKeyDictionary()
+        self._newest: Pass | None = None
+        self._untold: Pass | None = None  # a pass over a share that has trained
+        self._told = False
+        self._warned: set[Place] = set()
+
+    def begins(self, loader: Any, opened: Pass, counting: Counting | None) -> None:
+        """Note that the pass ``opened`` over ``loader`` begins; ``counting`` counts its samples, if it reads a share."""
+        self._last[loader] = opened
+        if counting is not None:
+            self._counts[opened] = counting
+        if opened.in_thread:
+            self._note(opened)
+            return
+        if self._totalled:
+            self._since, self._totalled = [], False
+        self._note(opened)
+        self._newest = opened
+        if opened.trains:
+            self.tell()
+
+    def _note(self, opened: Pass) -> None:
+        if all(each.shared != opened.shared or each.in_thread != opened.in_thread for each in self._since):
+            self._since.append(opened)
+
+    def ended(self, ended: Pass) -> None:
+        """Note that the pass ``ended`` has ended."""
+        count = self.count(ended)
+        self._counts[ended] = lambda batches, exhausted: count  # the samplers may hold the dataset
+        if self._size > 1 and ended.shared and ended.drawn and (ended.trained or ended.backwards):
+            self._untold = self._untold or ended
+
+    def count(self, opened: Pass) -> Count | None:
+        """What this rank has read in the pass ``opened``; ``None`` if that is not known."""
+        counting = self._counts.get(opened)
+        return None if counting is None else counting(opened.drawn, opened.exhausted)
+
+    def tell(self) -> None:
+        """Print once that the numbers of a training pass are of a share, unless the script has added them up by now."""
+        if self._untold is None or self._told:
+            return
+        self._told = True
+        opened, count = self._untold, self.count(self._untold)
+        if count is None:
+            read = "a share of its samples"
+        else:
+            read = f"{count.samples}" + (f" of {opened.whole}" if opened.whole is not None else "") + " samples"
+        self._say(
+            f"{opened.place} read {read} on each of {self._size} ranks. What is computed from them, such as correct answers, is of this share: "
+            f"parwrap.total(correct, of=loader) is that of all ranks ({READ_MORE})"
+        )
+
+    def added_up(self) -> None:
+        """Note that the script adds up or gathers numbers of all ranks: it knows."""
+        self._told = True
+
+    def of(self, loader: Any) -> Pass:
+        """The last pass over ``loader``.
+
+        Raises:
+            UsageError: ranks have not read ``loader``, or it is none.
+        """
+        try:
+            last = self._last.get(loader)
+        except TypeError:  # it cannot be referenced weakly
+            last = None
+        if last is None:
+            raise UsageError(
+                f"parwrap.total(of=...) takes a loader whose samples the values are computed from, but the ranks have read none from this "
+                f"{type(loader).__name__}. Pass the DataLoader itself, and not a bar or an iterator over it, after a pass over it. What "
+                "@parwrap.evaluate returns is the total already."
+            )
+        self._after_total()
+        return last
+
+    def decided(self) -> Pass:
+        """The pass that values of :func:`parwrap.total` come from if the script does not say.
+
+        Raises:
+            UsageError: there was none, one is open, or passes since the last total were of several kinds.
+        """
+        innermost, since = self._passes.innermost, self._since
+        if not since:
+            raise UsageError(
+                "parwrap.total() adds up what ranks have computed from a loader, but no loader has been read here. parwrap.reduce_sum adds "
+                "up numbers of other kinds."
+            )
+        if innermost is not None:
+            unclear = f"the pass at {innermost.place} is still open"
+        elif len(since) > 1 or since[0].in_thread:
+            unclear = " and ".join(f"{each.place} read {'a share' if each.shared else 'everything'}" for each in since)
+        else:
+            self._after_total()
+            return since[0]
+        raise UsageError(
+            f"parwrap.total() cannot tell which loader the values are computed from: {unclear}. Write parwrap.total(values, of=loader)."
+        )
+
+    def _after_total(self) -> None:
+        self._totalled = True
+        self.added_up()
+
+    def repeated(self, opened: Pass, samples: int) -> None:
+        """Warn once for a line that the ranks together have read so many ``samples`` of the pass ``opened`` more than once."""
+        if samples and opened.place not in self._warned:
+            self._warned.add(opened.place)
+            of = f" of {opened.whole}" if opened.whole is not None else ""
+            warn(
+                f"parwrap: the pass at {opened.place} reads {samples}{of} samples on two ranks, so that all ranks have as many batches, "
+                f"and parwrap.total counts them twice. Divide by a number that is counted alike. {self._remedy(opened)}"
+            )
+
+    def _remedy(self, opened: Pass) -> str:
+        if opened.weights is not None:
+            return "A batch_size whose last batch has a sample for each rank avoids it."
+        return 'uneven="join" (--uneven join) or batch="global" (--batch global) read each sample once.'
+
+    def summed(self, equal: Callable[[], bool]) -> None:
+        """Note that the script has added up or gathered numbers of the ranks; ``equal`` returns whether they were equal on all.
+
+        Warn once if they are equal after a whole pass: their sum is too large.
+        """
+        self.added_up()
+        newest, innermost = self._newest, self._passes.innermost
+        if newest is None or newest.shared or not newest.drawn or self.evaluating or (innermost is not None and innermost.shared):
+            return
+        if newest.place in self._warned or not equal():
+            return
+        self._warned.add(newest.place)
+        warn(
+            f"parwrap: reduce_sum adds up numbers that are equal on all ranks, after every rank has read everything at {newest.place}: the "
+            f"sum is {self._size} times that of one process. parwrap.total(values, of=loader) adds up only what comes from shares."
+        )
