@@ -85,8 +85,8 @@ class Totals:
         else:
             read = f"{count.samples}" + (f" of {opened.whole}" if opened.whole is not None else "") + " samples"
         self._say(
-            f"{opened.place} read {read} on each of {self._size} ranks. What is computed from them, such as correct answers, is of this share: "
-            f"parwrap.total(correct, of=loader) is that of all ranks ({READ_MORE})"
+            f"{opened.place} read {read} on each of {self._size} ranks. What is computed from them, such as correct answers, is of this "
+            f"share: parwrap.total(correct, of=loader) is that of all ranks ({READ_MORE})"
         )
 
     def added_up(self) -> None:
