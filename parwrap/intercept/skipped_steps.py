@@ -97,6 +97,8 @@ def is_left_out(optimizer: Any) -> bool:
 
 
 def _closure(args: tuple, kwargs: dict) -> Callable | None:
+    if len(args) == 1 and not kwargs:
+        return None
     return next((each for each in (*args[1:], *kwargs.values()) if callable(each)), None)
 
 

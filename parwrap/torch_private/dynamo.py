@@ -10,6 +10,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from parwrap.torch_private.versions import private
+
 __all__ = ["DYNAMO", "EXPORTING", "INLINE", "inlined", "leave_frames", "left_out", "not_in_graphs", "outside"]
 
 DYNAMO = "torch._dynamo"
@@ -35,19 +37,18 @@ def left_out(why: str) -> dict[str, Any]:
 def outside(function: Callable, why: str) -> Callable:
     """``function`` for ``torch.compile`` to call outside of its graphs: neither it nor what it calls is compiled.
 
-    ``why`` is as in :func:`left_out`. Unlike ``torch.compiler.disable``, this imports no compiler: there is nothing to
-    leave out until another does.
+    ``why`` is as in :func:`left_out`. Unlike ``torch.compiler.disable``, this imports no compiler, and costs nothing where none is at work.
     """
     disabled: Callable | None = None
+    compiler = private("torch._C._dynamo.eval_frame.get_eval_frame_callback")  # returns what compiles the frames of this thread, or None
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
+        if compiler() is None:
+            return function(*args, **kwargs)
         if disabled is None:
-            disable = getattr(sys.modules.get(DYNAMO), "disable", None)
-            if disable is None:
-                return function(*args, **kwargs)
-            disabled = disable(function, reason=why)
+            disabled = sys.modules[DYNAMO].disable(function, reason=why)
         return disabled(*args, **kwargs)
 
     vars(call).update(left_out(why))

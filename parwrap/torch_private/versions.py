@@ -26,6 +26,7 @@ OF_RANKS = (
     "torch.Tensor._version",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._current_graph_task_id",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._get_tracing_state",

@@ -1,0 +1,35 @@
+"""What ``torch.compile`` leaves out of its graphs."""
+
+import sys
+
+import torch
+
+from parwrap.torch_private.dynamo import leave_frames, outside
+
+
+def test_a_function_outside_of_graphs_is_called_directly_where_nothing_compiles():
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # imports the compiler
+    caller = outside(lambda: sys._getframe(2).f_code, "a test")
+    assert caller() is sys._getframe().f_code
+
+
+def test_neither_a_function_outside_of_graphs_nor_what_it_calls_is_compiled():
+    import torch._dynamo
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def double(x):
+        return x * 2
+
+    leave_frames(torch._dynamo)
+    left_out = outside(lambda x: double(x), "a test")
+    compiled = torch.compile(lambda x: left_out(x + 1) + 1, backend=backend)
+
+    torch.testing.assert_close(compiled(torch.ones(1)), torch.tensor([5.0]))
+    nodes = [node.name for graph in graphs for node in graph.graph.nodes]
+    assert len(graphs) == 2
+    assert not [name for name in nodes if "mul" in name]
