@@ -26,6 +26,7 @@ __all__ = [
     "is_standard",
     "module_name",
     "outside_of",
+    "place_of",
     "running_line",
     "script_place",
     "warn",
@@ -176,6 +177,12 @@ def call_stack(frame: FrameType | None) -> tuple[Line, ...]:
             lines.append(Line(code.co_filename, code.co_firstlineno, frame.f_lineno, kind == SCRIPT))
         frame = frame.f_back
     return tuple(reversed(lines))
+
+
+def place_of(lines: tuple[Line, ...], frame: FrameType | None) -> Place:
+    """The :func:`script_place` of ``frame``, from the ``lines`` of its :func:`call_stack`."""
+    found = next((each for each in reversed(lines) if each.in_script), lines[-1] if lines else None)
+    return script_place(frame) if found is None else Place(found.file, found.line)
 
 
 def from_script(frame: FrameType | None) -> bool:

@@ -20,7 +20,8 @@ from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
 from parwrap.errors import LockstepError, RankMismatchError
 from parwrap.loop.interrupts import Interrupts
-from parwrap.loop.passes import DIGITS, Pass, Passes
+from parwrap.loop.one_pass import Pass
+from parwrap.loop.passes import DIGITS, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import Group
 from parwrap.torch_private.autograd import in_backward

@@ -18,7 +18,7 @@ from parwrap.data.sources import PassIterator, Sources
 from parwrap.errors import UsageError
 from parwrap.intercept.dali import pipelines_of, readers_of
 from parwrap.loop import random_streams
-from parwrap.loop.passes import Pass
+from parwrap.loop.one_pass import Pass
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.group import is_alone
 
@@ -109,8 +109,7 @@ class Pipelines(Sources):
     def end(self, iteration: _Iteration, exhausted: bool) -> None:
         super().end(iteration, exhausted)
         opened, place, is_part = iteration.opened, iteration.place, iteration.is_part
-        trained = opened.trains and (opened.trained or opened.backwards)
-        if not exhausted or trained or not (is_part or opened.shared) or (place, is_part) in self._warned:
+        if not exhausted or (opened.trains and opened.was_used) or not (is_part or opened.shared) or (place, is_part) in self._warned:
             return
         self._warned.add((place, is_part))
         remedies = ["remove num_shards=, random_shuffle= and shuffle_after_epoch="] * is_part
@@ -138,7 +137,7 @@ class _Iteration(PassIterator):
     is_part: bool
 
     def __init__(self, pipelines: Pipelines, iterator: Any, original: Callable[[Any], Iterator]) -> None:
-        super().__init__(pipelines, script_place())
+        super().__init__(pipelines)
         self.iterator, self.original = iterator, original
 
     @staticmethod

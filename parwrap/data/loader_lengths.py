@@ -64,22 +64,18 @@ class Lengths:
         self._followed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a dataset to stacks: whether a share followed there
         self._reported: set[Place] = set()
 
-    def shared(self, loader: DataLoader, dataset: Any, asked: Stack) -> bool | None:
-        """Whether the length at ``asked`` is that of a share; ``None`` if that is not known.
-
-        It is that of the loader's last pass if that stands above in the function that asks, else that of the pass that followed there the
-        last time.
-        """
+    def above(self, loader: DataLoader, asked: Stack) -> bool | None:
+        """Whether the loader's last pass was a share, if it stands above in the function that asks; else ``None``."""
         read, was_shared = self._last.get(loader, ((), None))
-        if stands_above(read, asked):
-            return was_shared
+        return was_shared if stands_above(read, asked) else None
+
+    def followed(self, dataset: Any, asked: Stack) -> bool | None:
+        """Whether the pass that followed ``asked`` the last time was a share; ``None`` if none did."""
         return self._followed.get(dataset, {}).get(asked)
 
     def given(self, loader: DataLoader, asked: Stack, length: int, place: Place) -> None:
-        """Note that ``length`` was returned at ``asked``."""
-        read, _ = self._last.get(loader, ((), None))
-        if not stands_above(read, asked):
-            self._asked.setdefault(loader, {})[asked] = length, place
+        """Note that ``length`` was returned at ``asked``, below no pass."""
+        self._asked.setdefault(loader, {})[asked] = length, place
 
     def begins(self, loader: DataLoader, dataset: Any, read: Stack, shared: bool, first: bool) -> Iterator[tuple[int, Place]]:
         """Note a pass that begins. Yields the lengths given for it and their lines, each line once.

@@ -54,8 +54,8 @@ from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
-from parwrap.loop.passes import Batch, Pass
-from parwrap.places import Line, Place, script_place, warn
+from parwrap.loop.one_pass import Batch, Pass
+from parwrap.places import Line, call_stack, script_place, warn
 from parwrap.ranks.group import is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
@@ -170,7 +170,7 @@ class Loaders(Sources, Interceptor):
             if not is_on_one_rank():  # what one rank reads by itself changes no loop
                 self._passes.note_modes()
             return original(loader)
-        made = _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
+        made = _Iteration(self, loader, original, None if loader.num_workers else self._workers_seed(loader))
         self.known(loader).iterated = weakref.ref(made)
         return made
 
@@ -194,9 +194,7 @@ class Loaders(Sources, Interceptor):
             self._begins(training)
         opened, last = Pass(training, shared, place, start.why_whole, loader in _sharded), known.last
         self._loops.begin(start, opened)
-        opened.repeats = (
-            last is not None and last.place == place and not last.exhausted and (last.repeats or last.trained or last.backwards > 0)
-        )
+        opened.repeats = last is not None and last.place == place and not last.exhausted and (last.repeats or last.was_used)
         iteration.opened, known.last = opened, opened
         self._check_lengths(iteration, loader, known, opened)
         counts = None
@@ -217,7 +215,7 @@ class Loaders(Sources, Interceptor):
             opened.data = ()
         opened.whole, opened.length = _samples(loader), _batches(iteration.batches)
         if shared and self._size > 1 and self._options().batch != "global":
-            opened.endless_from = _endless_from(loader)
+            iteration.endless_from = _endless_from(loader)
         self._totals.begins(loader, opened, counts)
         self.go_on(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
@@ -393,8 +391,9 @@ class Loaders(Sources, Interceptor):
         iterated = None if known.iterated is None else known.iterated()
         if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
             return whole if self._start(iterated.stack, loader).why_whole else self._share_length(loader, whole)
-        asked, dataset = of_script(self._loops.stack(sys._getframe(1))), key_of(loader)
-        shared = loader in _sharded or self._lengths.shared(loader, dataset, asked)
+        asked, dataset = of_script(self._loops.stack(call_stack(sys._getframe(1)))), key_of(loader)
+        above = self._lengths.above(loader, asked)
+        shared = loader in _sharded or (self._lengths.followed(dataset, asked) if above is None else above)
         if shared is None:
             shared = shows_share(
                 last_trained=None if known.last is None else known.last.shared,
@@ -403,7 +402,8 @@ class Loaders(Sources, Interceptor):
                 shuffled=_reads_anew(loader),
             )
         length = self._share_length(loader, whole) if shared else whole
-        self._lengths.given(loader, asked, length, script_place())
+        if above is None:
+            self._lengths.given(loader, asked, length, script_place())
         return length
 
     def _share_length(self, loader: DataLoader, whole: int) -> int:
@@ -484,10 +484,8 @@ class _Iteration(PassIterator):
     opened: Pass
     known: _Known
 
-    def __init__(
-        self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place, workers_seed: int | None
-    ) -> None:
-        super().__init__(loaders, place)
+    def __init__(self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], workers_seed: int | None) -> None:
+        super().__init__(loaders)
         self.loader: DataLoader | None = loader
         self._weakly, self.original, self.workers_seed = weakref.ref(loader), original, workers_seed
 

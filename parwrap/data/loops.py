@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.passes import Passes
 from parwrap.places import Line, Place, call_stack, warn
 
 __all__ = ["Loops", "Start", "why_whole"]
@@ -94,7 +95,7 @@ class _Lines:
         waiting, unused = [], []
         for loop, each in self.running:
             outcome = _outcome(each)
-            may_train = passes.is_open(each) or (loop is not begins and passes.awaits_step(each))
+            may_train = passes.is_open(each) or (loop is not begins and passes.steps.awaits(each))
             if outcome is not None and (outcome or not may_train):
                 loop.lapses += bool(loop.trained and not outcome)
                 loop.trained = outcome
@@ -159,11 +160,11 @@ class Loops:
 
     def starts_thread(self, thread: threading.Thread, frame: FrameType | None) -> None:
         """Note that the script starts ``thread`` in ``frame``."""
-        self._threads[thread] = _Starter(self.stack(frame), self.gradients_on())
+        self._threads[thread] = _Starter(self.stack(call_stack(frame)), self.gradients_on())
 
-    def stack(self, frame: FrameType | None) -> tuple[Line, ...]:
-        """The calls that lead to ``frame``. In a thread, those that lead to its start come first."""
-        return (*self._starter().stack, *call_stack(frame))
+    def stack(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """The call stack ``lines`` of this thread. In a thread that the script has started, the calls that lead to its start come first."""
+        return (*self._starter().stack, *lines)
 
     def gradients_on(self) -> bool:
         """Whether gradients are on, and were on where this thread was started: torch turns them on in each new thread."""
@@ -197,7 +198,8 @@ class Loops:
             optimizer_built=optimizers.were_built,
             trained_since_built=optimizers.trained_since_built,
             eval_is_fresh=fresh,
-            suits=shuffles or not optimizers.evaluate(),
+            # a walk over all modules, which a loop that is known does not need
+            suits=last_time is not None or shuffles or optimizers.trained_since_built or not optimizers.evaluate(),
         )
         if why == IN_EVAL and (place := optimizers.eval_place()) is not None:
             why = f"{why} since {place}"

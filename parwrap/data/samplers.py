@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.errors import UsageError, counted
-from parwrap.loop.passes import Batch
+from parwrap.loop.one_pass import Batch
 from parwrap.places import script_place
 from parwrap.torch_private.dataloader import ITERATOR
 

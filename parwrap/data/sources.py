@@ -19,10 +19,11 @@ from parwrap.data.streams import Part
 from parwrap.data.totals import Totals
 from parwrap.intercept.intercepted_calls import Batches
 from parwrap.loop import random_streams
+from parwrap.loop.one_pass import Batch, Pass
 from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Batch, Pass, Passes, script_drops
+from parwrap.loop.passes import Passes, script_drops
 from parwrap.options import Options
-from parwrap.places import Place
+from parwrap.places import Place, call_stack, place_of
 from parwrap.ranks.group import Group, say
 
 __all__ = ["PassIterator", "Sources"]
@@ -80,7 +81,6 @@ class Sources:
 
     def say_endless(self, opened: Pass) -> None:
         """Print that the sampler of ``opened`` has no end, so that ranks take no fewer steps than one process."""
-        opened.endless_from = 0
         say(
             f"{opened.place} reads a sampler that repeats without an end, so its pass never ends: in as many steps, {self._size} ranks "
             f"read {self._size} times as many samples as one process. To read as many, take 1/{self._size} of the steps, or divide each "
@@ -110,56 +110,68 @@ class PassIterator(Batches):
         opened: the pass, once it has begun.
         batches: the iterator that it takes batches from, once it has begun.
         reading: the libraries that draw from this rank's own streams while it reads a batch.
+        endless_from: if its sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
     """
 
     samples_in = staticmethod(samples_in)
 
-    def __init__(self, sources: Sources, place: Place) -> None:
+    def __init__(self, sources: Sources) -> None:
         super().__init__(None)
-        self.place = place
-        self.stack = sources._loops.stack(sys._getframe(1))
+        frame = sys._getframe(1)
+        lines = call_stack(frame)
+        self.place, self.stack = place_of(lines, frame), sources._loops.stack(lines)
         self.opened: Pass | None = None
         self.reading: frozenset[str] = random_streams.NONE
+        self.endless_from = 0
         self._sources: Sources | None = sources
         self._passes = sources._passes
         self._lock = threading.RLock()
 
     def __next__(self) -> Any:
         with self._lock:  # several threads may read one iterator: the pass begins once, and counts each batch
-            return self._next()
-
-    def _next(self) -> Any:
-        sources = self._sources
-        if sources is None:
-            if self.batches is None or (self.opened is not None and self.opened.exhausted):
-                raise StopIteration
-            batch = next(self.batches)
-            return batch.batch if type(batch) is Part else batch
-        begins = self.batches is None
-        if begins:
-            sources.begin(self)
-        elif not self._passes.is_open(self.opened):  # type: ignore[arg-type]
-            sources.go_on(self)
-        asked = time.perf_counter()
-        if self._passes.in_loop():
-            before = self._passes.streams.use(self.reading)
-            batch = self._read()
-            if begins or before is not self.reading:
-                self._passes.draw()
-        else:
-            batch = self._read()
-        opened = self.opened
-        if opened is not None:
-            if opened.trains:
-                self._passes.clock.data += time.perf_counter() - asked
-            if type(batch) is Part:
-                opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
-                batch = batch.batch
-            lacks = None if opened.weights is None else lambda drawn: lacks_samples(batch, drawn)
-            self._passes.drew(opened, self.samples_in(batch) if opened.trains else 0, lacks)
-            if opened.endless_from and opened.samples > opened.endless_from:
+            sources, passes = self._sources, self._passes
+            if sources is None:
+                return self._next_after_scope()
+            begins = self.batches is None
+            if begins:
+                sources.begin(self)
+            elif not passes.is_open(self.opened):  # type: ignore[arg-type]
+                sources.go_on(self)
+            asked = time.perf_counter()
+            if passes.in_loop():
+                before = passes.streams.use(self.reading)
+                batch = self._read()
+                if begins or before is not self.reading:
+                    passes.draw()
+            else:
+                batch = self._read()
+            opened: Pass = self.opened  # type: ignore[assignment]
+            if not opened.trains:
+                passes.drew(opened, 0)
+                return batch
+            passes.clock.data += time.perf_counter() - asked
+            if opened.weights is None:
+                passes.drew(opened, self.samples_in(batch))
+            else:
+                batch = self._weighted(opened, batch)
+            if self.endless_from and opened.samples > self.endless_from:
+                self.endless_from = 0
                 sources.say_endless(opened)
+            return batch
+
+    def _weighted(self, opened: Pass, batch: Any) -> Any:
+        """Note that a batch was drawn that has a weight, and return what the script gets of it."""
+        if type(batch) is Part:
+            opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
+            batch = batch.batch
+        self._passes.drew(opened, self.samples_in(batch), lambda drawn: lacks_samples(batch, drawn))
         return batch
+
+    def _next_after_scope(self) -> Any:
+        if self.batches is None or (self.opened is not None and self.opened.exhausted):
+            raise StopIteration
+        batch = next(self.batches)
+        return batch.batch if type(batch) is Part else batch
 
     def _read(self) -> Any:
         try:

@@ -8,7 +8,8 @@ from typing import Any
 
 from parwrap.data.samplers import Count
 from parwrap.errors import UsageError
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.one_pass import Pass
+from parwrap.loop.passes import Passes
 from parwrap.places import Place, warn
 
 __all__ = ["Totals"]
@@ -66,7 +67,7 @@ class Totals:
         """Note that the pass ``ended`` has ended."""
         count = self.count(ended)
         self._counts[ended] = lambda batches, exhausted: count  # the samplers may hold the dataset
-        if self._size > 1 and ended.shared and ended.drawn and (ended.trained or ended.backwards):
+        if self._size > 1 and ended.shared and ended.drawn and ended.was_used:
             self._untold = self._untold or ended
 
     def count(self, opened: Pass) -> Count | None:

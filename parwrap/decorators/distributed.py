@@ -45,8 +45,9 @@ from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.learning_rate import learning_rates_times
 from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
+from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import Optimizers
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
 from parwrap.options import Options
 from parwrap.places import begin_here, from_script, is_ours, module_name, script_place, warn

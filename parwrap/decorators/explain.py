@@ -25,8 +25,8 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.intercept.warned import parwraps_warnings
+from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import parameters_of
-from parwrap.loop.passes import Pass
 from parwrap.places import Place, from_script, script_place
 from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.group import rank, say, world_size

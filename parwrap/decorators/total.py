@@ -10,7 +10,7 @@ import torch
 
 from parwrap.decorators.distributed import open_loop, trains_apart
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.loop.passes import Pass
+from parwrap.loop.one_pass import Pass
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.collectives import ALIKE, as_sums, group_for, summed
 from parwrap.ranks.group import Group

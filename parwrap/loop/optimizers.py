@@ -22,7 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.modules import Modules
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.one_pass import Pass
+from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import is_alone, is_on_one_rank
 
@@ -126,7 +127,7 @@ class Optimizers(Interceptor):
         if work is not None and not is_alone():  # ranks must not differ by what one does by itself
             self._use(work)
             self.active = work.number
-            self._passes.zeroed()
+            self._passes.steps.zeroed()
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         if optimizer in self._batch_optimizers or is_alone():
@@ -134,7 +135,7 @@ class Optimizers(Interceptor):
         work = self._works.get(optimizer)
 
         def compute() -> Any:
-            with self._passes.computing(-1 if work is None else work.built_at):
+            with self._passes.steps.computing(-1 if work is None else work.built_at):
                 return closure()
 
         return compute
@@ -294,7 +295,7 @@ class Optimizers(Interceptor):
 
         With ``since``, an earlier value of ``Passes.evals``: whether, besides, the script has put one of them in eval mode after that.
         """
-        return self._modules.evaluates(self._judged(), since)
+        return self._passes.evals > since and self._modules.evaluates(self._judged(), since)
 
     def eval_place(self) -> Place | None:
         """The line that put the models of :meth:`evaluate` in eval mode last; ``None`` if none did."""

@@ -1,6 +1,6 @@
-"""The open passes over loaders, the batches they have drawn, and the weight of each batch (contract, rules 2, 4 and 6).
+"""The open passes over loaders, where the loop draws, and the weight of each batch (contract, rules 2, 4 and 6).
 
-``data/sources.py`` begins and ends passes; this file is what the rest of the loop knows about them.
+``data/sources.py`` begins and ends passes; this file is what the rest of the loop knows about them. ``steps.py`` counts their steps.
 """
 
 from __future__ import annotations
@@ -8,43 +8,25 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from parwrap.errors import UsageError
 from parwrap.loop import random_streams
 from parwrap.loop.clock import Clock
+from parwrap.loop.one_pass import Batch, Pass
 from parwrap.loop.random_streams import RandomStreams
+from parwrap.loop.steps import Steps
 from parwrap.options import Options
 from parwrap.places import Place, script_place
 
-__all__ = ["DIGITS", "Batch", "Pass", "Passes", "loss_factor", "script_drops"]
-
-MOST_ENDED = 64
-"""How many ended passes may wait for a step: a script without optimizers never steps."""
-
-MOST_IN_FLIGHT = 3
-"""The number of batches to remember of a loop that trains on each batch before it draws the next one."""
+__all__ = ["DIGITS", "Passes", "loss_factor", "script_drops"]
 
 DIGITS = 251
 """Digits of data are below this prime; so are their sums, which are taken modulo it."""
 
-
-class Batch(NamedTuple):
-    """A batch that a training pass has drawn.
-
-    Attributes:
-        samples: the number of samples in this rank's part.
-        weight: the weight of this part in an average over ranks; the weights of all ranks have mean 1.
-        left_out: how many samples were drawn for this part that are not in it, because the collate function left them out.
-    """
-
-    samples: int
-    weight: float
-    left_out: int = 0
+UNWEIGHTED = Batch(0, 1.0)
+"""The batch of a pass whose batches have no weights."""
 
 
 def loss_factor(weight: float, size: int, options: Options) -> float:
@@ -80,118 +62,6 @@ def script_drops() -> Iterator[Callable[[], bool]]:
         gc.callbacks.remove(note)
 
 
-@dataclass(eq=False)
-class Pass:
-    """One iteration over a loader.
-
-    Attributes:
-        trains: whether it is a training pass.
-        shared: whether this rank reads only its share.
-        place: the line that reads it.
-        why_whole: why every rank reads everything in it; empty if it trains.
-        sharded: whether the script has called ``parwrap.shard`` on the loader.
-        data: digits of a hash of what must be the same on all ranks; they travel with the pass's first backward.
-        weights: the batches that the sampler has drawn ahead, in order; ``None`` if their weights are all 1.
-        drawn_at: the number of batches that all passes had drawn when it drew its last one.
-        in_thread: whether another thread than the loop's reads it: what depends on when that thread runs is not compared between ranks.
-        after_eval: whether the script had put the model in eval mode since the last pass when it began.
-        backwards: the number of backwards since it began.
-        steps: the number of steps on its batches, of optimizers that are older than these.
-        waits_for_step: whether it has drawn a batch since the last step.
-        together: whether a step may train on its batch and on one of another pass, as where loaders are zipped.
-        left_out: whether a step has trained on the batch of another pass, but not on its.
-        length: the number of its batches; 0 if it is unknown.
-        modes: how often the script had set the mode of a module when it drew its last batch.
-        drawn: the number of batches drawn.
-        drawn_by_loop: how many of these the thread of the loop has drawn.
-        drawn_after: the number of all backwards when it drew its last batch.
-        samples: the number of samples in the batches drawn.
-        sizes: the number of samples in the first batch drawn and in the last one.
-        whole: the number of samples of the dataset; ``None`` if it is unknown.
-        endless_from: if its sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
-        exhausted: whether it was read to its end.
-        repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
-        in_flight: the last three batches drawn, or more if the loop has not trained on these yet; only if batches have weights.
-        ahead: whether the loop draws batches before it has trained on the last one.
-        untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
-        depth: how many batches the loop had drawn before its first backward, except that of this backward.
-        steps_left: after its end, how many steps still train on its batches, because the loop has read ahead.
-    """
-
-    trains: bool
-    shared: bool
-    place: Place
-    why_whole: str = ""
-    sharded: bool = False
-    data: tuple[int, ...] = ()
-    weights: deque[Batch] | None = None
-    drawn_at: int = 0
-    in_thread: bool = False
-    after_eval: bool = False
-    backwards: int = 0
-    steps: int = 0
-    waits_for_step: bool = False
-    together: bool = False
-    left_out: bool = False
-    length: int = 0
-    modes: int = 0
-    drawn: int = 0
-    drawn_by_loop: int = 0
-    drawn_after: int = 0
-    samples: int = 0
-    sizes: tuple[int, int] = (0, 0)
-    whole: int | None = None
-    endless_from: int = 0
-    exhausted: bool = False
-    repeats: bool = False
-    in_flight: deque[Batch] = field(default_factory=deque)
-    ahead: bool = False
-    untrained: int = 0
-    depth: int = 0
-    steps_left: int = 0
-    _trained: bool = True
-
-    @property
-    def trained(self) -> bool:
-        """Whether an optimizer has stepped on its batches."""
-        return self.steps > 0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether all its batches were drawn, although the script may still hold its iterator."""
-        return 0 < self.length == self.drawn
-
-    def leads(self, modes: int) -> bool:
-        """Whether the pass that begins now, after ``modes`` changes of modes, may be read for the same step, as where loaders are zipped.
-
-        A validation is not, whose iterator the script still holds: all its batches are read, or the model has left eval mode since.
-        """
-        validated = (self.is_read and self.length > 1) or (self.after_eval and self.modes != modes)
-        return self.waits_for_step and not self.left_out and not validated
-
-    def drew(self, samples: int, lacks: Callable[[int], bool] | None) -> None:
-        """Note that a batch of ``samples`` samples was drawn; ``lacks(n)`` returns whether some of ``n`` samples are not in it."""
-        self.samples += samples
-        self.sizes = self.sizes[0] or samples, samples
-        self.untrained += 1
-        self._trained = False
-        if self.weights is not None:
-            self.ahead = self.ahead or self.untrained > 1
-            drawn = self.weights.popleft()
-            self.in_flight.append(Batch(samples, drawn.weight, drawn.samples - samples if lacks and lacks(drawn.samples) else 0))
-            while len(self.in_flight) > max(MOST_IN_FLIGHT, self.untrained):
-                self.in_flight.popleft()
-
-    def ran_backward(self) -> None:
-        """Note that a backward ran while this pass was open."""
-        if not self.backwards:
-            self.depth = self.untrained - 1
-        self.backwards += 1
-        if not self._trained:
-            self._trained = True
-            self.untrained -= 1
-
-
 class Passes:
     """The open passes, innermost last, and what they mean for random draws.
 
@@ -201,10 +71,12 @@ class Passes:
 
     Attributes:
         streams: the random streams of this rank.
+        steps: counts the steps on the batches of each pass.
+        training: the innermost open training pass. A pass that ``repeats`` counts as open after it is dropped, until another pass begins.
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
         backwards: the number of backwards so far.
         begun: the number of passes over loaders that the thread of the loop has begun.
-        draws: the number of batches that it has drawn, in passes of all kinds.
+        draws: the number of batches that passes which it has begun have drawn, whether they train or not; it orders batches and optimizers.
         modes: how often the script has set the mode of a module.
         evals: how often the script has put a module in eval mode.
         evals_before: that number when a pass last began or ended; ``None`` before the first pass.
@@ -217,34 +89,26 @@ class Passes:
         self.streams = streams
         self._own_after = 0 if draws == "per_rank" else None  # with this many backwards, ranks still draw the same
         self._open: list[Pass] = []
+        self.steps = Steps(self._open)
+        self.training: Pass | None = None
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
-        self._ended: list[Pass] = []  # passes that have ended since the last step, and may have drawn batches for the next one
+        self._steps_ahead = 0  # how many steps still train on batches of that pass, because the loop has read ahead
         self._read_since: list[Pass] = []  # training passes that have ended since the last backward
-        self._computing_for: int | None = None  # inside the closure of a step: how many batches had been drawn when its optimizer was built
         self._same_draws, self._unsent = 0, False
-        self.batches = self.backwards = self.begun = self.draws = self._drawn = self.evals = self.modes = 0
+        self.batches = self.backwards = self.begun = self.draws = self.evals = self.modes = 0
+        self._drawn_by_loop = 0  # in passes of all kinds, whichever thread has begun them
         self.evals_before: int | None = None
         self.whole_at: Place | None = None
         self.empty_at: Place | None = None
         self.clock = Clock()
-        self._thread = threading.current_thread()
+        self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
 
     def in_loop(self) -> bool:
         """Whether the thread of the loop runs this code: the one that ran the last backward, or any if that one has ended.
 
         Only that thread switches random streams, because torch has one stream for the whole process.
         """
-        current = threading.current_thread()
-        return current is self._thread or not self._thread.is_alive()
-
-    @property
-    def training(self) -> Pass | None:
-        """The innermost open training pass. A pass that ``repeats`` counts as open after it is dropped, until another pass begins."""
-        last = self._last_training
-        for each in reversed(self._open):
-            if each.trains:
-                return each
-        return last if last is not None and last.repeats else None
+        return threading.get_ident() == self._thread_id or not self._thread.is_alive()
 
     @property
     def innermost(self) -> Pass | None:
@@ -270,13 +134,12 @@ class Passes:
 
     def begin(self, opened: Pass) -> None:
         """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
-        self._last_training = None
+        self._last_training, self._steps_ahead = None, 0
         if not self._open:
             self._read_since = []
-        for each in self._open:
-            if each.leads(self.modes):
-                each.together = opened.together = True
+        self.steps.begins(opened, self.modes)
         self._open.append(opened)
+        self._find_training()
         self.note_modes(opened)
         if opened.trains:
             self.clock.began_pass()
@@ -286,9 +149,10 @@ class Passes:
         """Whether ``opened`` has begun and not ended."""
         return opened in self._open
 
-    def awaits_step(self, ended: Pass) -> bool:
-        """Whether ``ended`` is a training pass that has left a batch or gradients for the next step."""
-        return ended in self._ended and ended.trains
+    def _find_training(self) -> None:
+        last = self._last_training
+        repeated = last if last is not None and last.repeats else None
+        self.training = next((each for each in reversed(self._open) if each.trains), repeated)
 
     def end(self, closed: Pass) -> None:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
@@ -296,18 +160,14 @@ class Passes:
             self._open.remove(closed)
             if closed.exhausted or not closed.is_read:  # else the script drops an iterator that it has held for nothing
                 self.note_modes(closed)
-            if not closed.after_eval and (closed.backwards or closed.in_thread or not closed.exhausted):
-                self._ended = [*self._ended[1 - MOST_ENDED :], closed]
+            self.steps.ends(closed)
             if closed.trains:
                 self._read_since.append(closed)
-                self._last_training = closed if closed.untrained else None
-                if closed.in_thread:
-                    closed.steps_left = closed.drawn - closed.steps
-                elif closed.backwards and closed.untrained == closed.depth:
-                    closed.steps_left = closed.untrained
+                self._last_training, self._steps_ahead = (closed, _steps_ahead(closed)) if closed.untrained else (None, 0)
                 self.clock.epochs[closed.place] += closed.exhausted
                 if closed.exhausted and not closed.drawn:
                     self.empty_at = closed.place
+            self._find_training()
 
     def note_modes(self, each: Pass | None = None) -> None:
         """Note that a pass begins or ends: eval modes that the script sets from now on are fresh."""
@@ -330,12 +190,15 @@ class Passes:
 
     def _sending(self) -> list[Pass]:
         """The open passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
-        return self._open or [each for each in [self.training] if each is not None]
+        return self._open or ([] if self.training is None else [self.training])
 
     @property
     def drawn(self) -> int:
         """The number of batches that the loop has drawn in the innermost training pass; in all passes, if it reads none now."""
-        return next((each.drawn_by_loop for each in reversed(self._sending()) if each.trains and each.drawn_by_loop), self._drawn)
+        for each in reversed(self._sending()):
+            if each.trains and each.drawn_by_loop:
+                return each.drawn_by_loop
+        return self._drawn_by_loop
 
     def draw(self) -> None:
         """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.
@@ -347,8 +210,7 @@ class Passes:
         elif self._own_after is not None and self.backwards > self._own_after:
             own = random_streams.ALL
         else:
-            reads_ahead = self._last_training is not None and self._last_training.steps_left > 0
-            own = random_streams.TRAINING if self.training or reads_ahead else random_streams.NONE
+            own = random_streams.TRAINING if self.training or self._steps_ahead else random_streams.NONE
         self.streams.use(own)
 
     @property
@@ -379,77 +241,38 @@ class Passes:
         """
         by_loop = self.in_loop()
         self.draws += not opened.in_thread
-        self._drawn += by_loop
-        opened.drawn, opened.drawn_at, opened.waits_for_step = opened.drawn + 1, self.draws, True
-        opened.modes = self.modes
+        self._drawn_by_loop += by_loop
+        opened.drawn += 1
+        opened.drawn_by_loop += by_loop
+        opened.drawn_at, opened.modes, opened.waits_for_step = self.draws, self.modes, True
         if opened.trains:
-            opened.drew(samples, lacks)
-            opened.drawn_by_loop += by_loop
+            opened.drew(samples, self.backwards)
+            if opened.weights is not None:
+                opened.weigh(samples, lacks)
             self.clock.samples += samples
-            opened.drawn_after = self.backwards
             self.batches += 1
 
     def stepped(self, built_at: int) -> None:
-        """Note a step of an optimizer that was built when all passes had drawn ``built_at`` batches.
-
-        It trains on the batch that an open pass has drawn last, and on those that others have drawn since the step before if these belong
-        together: one pass began while the other waited for a step. A validation batch that is drawn after each step does not. It also
-        trains on those of training passes inside of the open ones that the loop has left. If no pass is open, it trains on those of all
-        training passes that have ended since, and of the pass that ended last, if the loop left them or ran a backward in them. An
-        optimizer that was built for the last batch trains what belongs to this batch, such as an attack, and not on the loader.
-        """
-        self._count_step(built_at)
-        self._ended = []
-        if (last := self._last_training) is not None and last.steps_left:
-            last.steps_left -= 1
-            if not last.steps_left:
-                self.draw()
-
-    def zeroed(self) -> None:
-        """Note that the script has cleared gradients: those of passes before the last one train nothing, such as a sum of squares."""
-        self._ended = [each for each in self._ended[:-1] if not each.backwards] + self._ended[-1:]
-
-    @contextmanager
-    def computing(self, built_at: int) -> Iterator[None]:
-        """Inside the block, the closure of a step runs: each backward counts as this step, before which its pass may end."""
-        before, self._computing_for = self._computing_for, built_at
-        try:
-            yield
-        finally:
-            self._computing_for = before
-
-    def _count_step(self, built_at: int) -> None:
-        if len(self._open) == 1 and not self._ended:  # the regular loop
-            each = self._open[0]
-            if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn):
-                each.steps, each.waits_for_step, each.left_out = each.steps + 1, False, False
-            return
-        since = min((each.drawn_at for each in self._open), default=0)
-        ended = [each for each in self._ended if each.trains and (not self._open or (each.drawn_at > since and not each.exhausted))]
-        passes = dict.fromkeys([*self._open, *ended, *([] if self._open else self._ended[-1:])])
-        drew = [each for each in passes if (each.waits_for_step and each.drawn_at > built_at) or (each.in_thread and each.drawn)]
-        candidates = [each for each in drew if not each.left_out] or drew
-        last = max((each.drawn_at for each in candidates if each in self._open), default=0)
-        if any(each.in_thread for each in drew):  # when such a pass begins and ends depends on the clock: its steps count instead
+        """Note a step of an optimizer that was built when all passes had drawn ``built_at`` batches."""
+        if self.steps.count(built_at):
             self.note_modes()
-        for each in drew:
-            each.waits_for_step = False
-            alone = each in self._open and not (each.drawn_at == last or each.together or each.in_thread or each.trained)
-            if alone or each not in candidates:
-                each.left_out = True
-            else:
-                each.steps += 1
+        self.steps.ended = []
+        if self._steps_ahead:
+            self._steps_ahead -= 1
+            if not self._steps_ahead:
+                self.draw()
 
     def ran_backward(self) -> None:
         """Note that a backward of the script ran."""
-        self.backwards += 1
-        self._thread = threading.current_thread()
+        if threading.get_ident() != self._thread_id:
+            self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
         self.clock.end = time.perf_counter()
         for each in self._sending():
-            each.ran_backward()
+            each.ran_backward(self.backwards)
+        self.backwards += 1
         self._read_since = []
-        if self._computing_for is not None:
-            self._count_step(self._computing_for)
+        if self.steps.computing_for is not None and self.steps.count(self.steps.computing_for):
+            self.note_modes()
         self.draw()
 
     @property
@@ -488,7 +311,7 @@ class Passes:
         """
         training = self.training or self._last_training
         if training is None or not training.in_flight:
-            return Batch(0, 1.0)
+            return UNWEIGHTED
         newest = training.in_flight[-1]
         inside = (each for each in self._read_since if each.drawn_at > training.drawn_at)  # read to its end within this batch
         others = [each for each in (*self._open, *inside) if each.trains and each is not training and each.in_flight]
@@ -533,3 +356,10 @@ class Passes:
             "rank's share of its batch. These shares differ, so no single weight is right for the sum of the losses. Call backward for "
             "each loss, or choose batch sizes that divide the datasets and that the number of ranks divides."
         )
+
+
+def _steps_ahead(closed: Pass) -> int:
+    """How many steps still train on batches of ``closed``, which has ended: those of a loop that reads ahead, as accelerate's does."""
+    if closed.in_thread:
+        return max(closed.drawn - closed.steps, 0)
+    return closed.untrained if closed.backwards and closed.untrained == closed.depth else 0

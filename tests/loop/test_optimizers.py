@@ -13,8 +13,9 @@ from torch.optim import SGD
 
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop.modules import Modules
+from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import Optimizers, parameters_of
-from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import RandomStreams
 from parwrap.places import Place
 from parwrap.ranks.group import alone

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from parwrap.errors import UsageError
-from parwrap.loop.passes import Batch, Pass, Passes
+from parwrap.loop.one_pass import Batch, Pass
+from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import ALL, NONE, TRAINING, RandomStreams
 from parwrap.places import Place
 
