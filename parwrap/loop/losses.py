@@ -155,6 +155,7 @@ class Losses(Interceptor):
         """
         if call.keeps_graph:
             return
-        for loss, factor in [(root, 1.0), *((each.loss(), each.factor) for each in self._origins.get(root, ()))]:
+        origins = self._origins.get(root, ()) if self._origins else ()
+        for loss, factor in [(root, 1.0), *((each.loss(), each.factor) for each in origins)]:
             if loss is not None and loss.grad_fn is not None and view_base(loss) is None:
                 loss.data.fill_(mean / factor)

@@ -252,13 +252,12 @@ class Optimizers(Interceptor):
     # steps and modes
 
     def stepped(self, optimizer: Optimizer) -> None:
-        made = self._batch_optimizers.get(optimizer)
-        if made is not None:
+        work = self._works.get(optimizer)
+        if work is None and (made := self._batch_optimizers.get(optimizer)) is not None:
             self._refuse_older(made, f"the parameters of a {type(optimizer).__name__}")
             return
         if is_alone():
             return
-        work = self._works.get(optimizer)
         if work is None:
             self.built(optimizer)
             work = self._works[optimizer]

@@ -478,7 +478,7 @@ def test_batch_norms_are_evaluated_with_rank_zeros_statistics():
 
 
 @pytest.mark.ranks(2)
-def test_an_error_inside_a_backward_cannot_be_passed_over():
+def test_an_error_inside_a_backward_cannot_be_passed_over_and_keeps_nothing_alive():
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -486,12 +486,18 @@ def test_an_error_inside_a_backward_cannot_be_passed_over():
 
         @staticmethod
         def backward(ctx, grad):
+            activations = torch.ones(1)
+            alive.append(weakref.ref(activations))
             raise ValueError("out of memory")
+
+    alive = []
 
     def run():
         model, _ = model_and_optimizer()
         with contextlib.suppress(ValueError):
             Fails.apply(model(torch.ones(1, 3))).sum().backward()
+        gc.collect()
+        assert alive[0]() is None
         model(torch.ones(1, 3)).sum().backward()
 
     # the slower rank may see first that the other has left its backward
