@@ -33,8 +33,6 @@ class Batch(NamedTuple):
 class Pass:
     """One iteration over a loader.
 
-    How it begins:
-
     Attributes:
         trains: whether it is a training pass.
         shared: whether this rank reads only its share.
@@ -48,10 +46,6 @@ class Pass:
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         length: the number of its batches; 0 if it is unknown.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
-
-    What it has drawn:
-
-    Attributes:
         drawn: the number of batches drawn.
         drawn_by_loop: how many of these the thread of the loop has drawn.
         drawn_at: the number of batches that all passes had drawn when it drew its last one.
@@ -61,10 +55,6 @@ class Pass:
         sizes: the number of samples in the first batch drawn and in the last one.
         in_flight: the last three batches drawn, or more if the loop has not trained on these yet; only if batches have weights.
         exhausted: whether it was read to its end.
-
-    What has trained on it:
-
-    Attributes:
         backwards: the number of backwards since it began.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
         ahead: whether the loop draws batches before it has trained on the last one.

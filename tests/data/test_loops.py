@@ -229,3 +229,10 @@ def test_a_loop_that_runs_without_a_step_is_named_once(script):
         script.run("opt train A5+ A5- A5+ A5-")
 
     assert 1 == len(said)
+
+
+def test_a_loop_that_is_known_looks_at_no_module_when_it_begins(script, monkeypatch):
+    script.run("opt train A5+")
+    monkeypatch.setattr(Modules, "evaluates", lambda *args: pytest.fail("looked at the modules"))
+
+    assert "SSS" == script.run("A5+ A5+")
