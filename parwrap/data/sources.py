@@ -23,7 +23,7 @@ from parwrap.loop.one_pass import Batch, Pass
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes, script_drops
 from parwrap.options import Options
-from parwrap.places import Place, call_stack, place_of
+from parwrap.places import call_stack, place_of
 from parwrap.ranks.group import Group, say
 
 __all__ = ["PassIterator", "Sources"]
