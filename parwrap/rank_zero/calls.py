@@ -31,13 +31,13 @@ from parwrap.intercept.patch import Patch, caller, is_patched
 from parwrap.intercept.torch_calls import SERIALIZATION
 from parwrap.ranks.stdin import check_opening
 
-__all__ = ["WRITING", "Change", "FileCalls", "NativeFileCalls", "Opening", "patches", "save_patches"]
+__all__ = ["Change", "FileCalls", "NativeFileCalls", "Opening", "patches", "save_patches", "writes"]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-"""The flags of ``os.open`` that allow a file to be changed."""
+UNNAMED = getattr(os, "O_TMPFILE", 0)
 
 OPENS = ((builtins, "open"), (io, "open"), (tarfile, "bltn_open"), (bz2, "_builtin_open"))
-LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
+LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "fchdir", "statvfs", "getxattr", "listxattr")
 LISTINGS = ("listdir", "scandir")
 ATTRIBUTES = ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags", "lchflags")
 
@@ -47,6 +47,15 @@ HOLDERS = tuple(
     if hasattr(module, name)
 )
 """Objects that keep their own references to functions of ``os``: in pathlib of Python 3.10 and glob of Python 3.13."""
+
+
+def writes(flags: int) -> bool:
+    """Whether ``os.open`` with ``flags`` may change what is at its path. A temporary file without a name is each rank's own.
+
+    >>> [writes(flags) for flags in (os.O_RDONLY, os.O_RDWR, os.O_RDWR | UNNAMED)]
+    [False, True, False]
+    """
+    return bool(flags & WRITING) and not (UNNAMED and flags & UNNAMED == UNNAMED)
 
 
 class Opening(NamedTuple):
@@ -220,8 +229,8 @@ def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
         def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
             if args:
                 return method(name, wrapped, args[0], args[1:], kwargs)
-            path = kwargs.get("path", ".")
-            return method(name, wrapped, path, (), {key: value for key, value in kwargs.items() if key != "path"})
+            path = kwargs.get("path", kwargs.get("fd", "."))
+            return method(name, wrapped, path, (), {key: value for key, value in kwargs.items() if key not in ("path", "fd")})
 
         return Patch(os, name, on_path)
 

@@ -118,12 +118,12 @@ class Ahead:
     def replaces(self, path: str, before: str) -> None:
         """Note that the first rank is about to change ``path``."""
         self.changed.add(path)
-        self.before.setdefault(self._before_moves(path), before)
+        self.before.setdefault(self.before_moves(path), before)
 
     def moves(self, folder: str, to: str) -> None:
         """Note that the first rank is about to move ``folder`` to the path ``to``."""
         if folder not in self.made or folder in self.moved.values():  # it existed
-            self.moved.setdefault(self._before_moves(folder), folder)
+            self.moved.setdefault(self.before_moves(folder), folder)
         self.moved = {path: moved_path(place, folder, to) for path, place in self.moved.items()}
         self.made |= {moved_path(path, folder, to) for path in self.made}
         self.changed |= {moved_path(path, folder, to) for path in self.changed}
@@ -133,7 +133,8 @@ class Ahead:
         folder = next((each for each in (path, *ancestors(path)) if each in self.moved), None) if self.moved else None
         return None if folder is None else moved_path(path, folder, self.moved[folder])
 
-    def _before_moves(self, path: str) -> str:
+    def before_moves(self, path: str) -> str:
+        """What ``path`` was called before the first rank moved it, or a folder above it."""
         for before, place in self.moved.items():
             if path == place or is_inside(path, place):
                 return moved_path(path, place, before)

@@ -22,27 +22,29 @@ class SeenEntry:
 
     Args:
         name: the name in the folder.
-        path: the path as the script would write it.
+        folder: the folder as the script has named it; ``None`` if by a descriptor.
+        at: the path by which the script finds it.
         place: where the content is.
     """
 
-    def __init__(self, name: Any, path: Any, place: str) -> None:
-        self.name, self.path, self._place = name, path, place
+    def __init__(self, name: Any, folder: Any, at: str, place: str) -> None:
+        self.name, self._at, self._place = name, at, place
+        self.path = name if folder is None else os.path.join(folder, name)
 
     def __fspath__(self) -> Any:
         return self.path
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(self.path, follow_symlinks=follow_symlinks)
+        return os.stat(self._at, follow_symlinks=follow_symlinks)
 
     def inode(self) -> int:
         return os.lstat(self._place).st_ino
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return (follow_symlinks or not self.is_symlink()) and os.path.isdir(self.path)
+        return (follow_symlinks or not self.is_symlink()) and os.path.isdir(self._at)
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return (follow_symlinks or not self.is_symlink()) and os.path.isfile(self.path)
+        return (follow_symlinks or not self.is_symlink()) and os.path.isfile(self._at)
 
     def is_symlink(self) -> bool:
         return is_link(self._place)

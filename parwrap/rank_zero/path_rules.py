@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -90,6 +90,8 @@ class PathRules:
         self.open = True
         self.since = time.time() - SLACK if since is None else since
         """A file that last changed before this time, in seconds since the epoch, existed before the function ran."""
+        self.known_path: Callable[[str], str] = str
+        """Returns the path that the script knows for the real path of an open folder."""
         self._rank = rank
         self._process = os.getpid()
         self._own: set[str] = set()
@@ -128,7 +130,7 @@ class PathRules:
         """The unique name of ``path``, which is relative to ``dir_fd`` if given: its folder with links resolved, and its last part."""
         text = os.fsdecode(path)
         if dir_fd is not None:
-            text = os.path.join(path_of(dir_fd), text)
+            text = os.path.join(self.known_path(path_of(dir_fd)), text)
         folder, name = os.path.split(os.path.abspath(text))
         real = self._folders.get(folder)
         if real is None:

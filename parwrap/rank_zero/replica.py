@@ -12,13 +12,14 @@ from typing import Any
 
 from parwrap.errors import RankMismatchError
 from parwrap.places import running_line
-from parwrap.rank_zero.calls import WRITING, Change, Opening
+from parwrap.rank_zero.calls import Change, Opening, writes
 from parwrap.rank_zero.journal import Progress, Sites
 from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.scratch import FILE, FOLDER, HIDDEN, LINK, MARK, NAP, Entry, Overlay, missing
 from parwrap.rank_zero.whole_files import write_whole
 from parwrap.rank_zero.writer import KeptReadable, saved_path
+from parwrap.ranks.platform import path_of
 
 __all__ = ["ReplicaFiles"]
 
@@ -59,7 +60,7 @@ class ReplicaFiles:
             self._progress.close()
             with suppress(OSError):  # the directory was removed
                 if self._overlay.owns(os.getcwd()):
-                    os.chdir(self._overlay.working_directory(os.getcwd()))
+                    os.chdir(self._overlay.known_path(os.getcwd()))
             self._overlay.close()
 
     def crossed(self) -> None:
@@ -104,7 +105,7 @@ class ReplicaFiles:
 
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open``: like ``open``."""
-        if not flags & WRITING:
+        if not writes(flags):
             return self._on(
                 lambda: self._content(path, dir_fd), lambda place: original(place, flags, mode, dir_fd=dir_fd if place is path else None)
             )
@@ -120,7 +121,10 @@ class ReplicaFiles:
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.stat`` and similar calls."""
         if isinstance(path, int) or not self._rules.looks():
-            return original(path, *args, **kwargs)
+            result = original(path, *args, **kwargs)
+            if name in ("chdir", "fchdir") and isinstance(path, int):
+                self._in_scratch = self._overlay.owns(path_of(path))
+            return result
         if name != "chdir" and not kwargs.get("dir_fd") and not self._overlay.may_differ(path):
             with suppress(FileNotFoundError):
                 result = original(path, *args, **kwargs)
@@ -153,23 +157,26 @@ class ReplicaFiles:
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: sorted, so that all ranks have the same order."""
         path = "." if path is None else path
-        if isinstance(path, int) or not self._looks():
+        if not self._looks():
             return original(path)
         acts = self._rules.acts()
         with passing():
-            key = self._rules.key(path)
+            folder = self._overlay.known_path(path_of(path)) if isinstance(path, int) else path
+            key = self._rules.key(folder)
             if acts and not self._rules.exempt(key):
                 key = self._overlay.resolved(key)
                 place = self._overlay.existing(key, path)
                 names = self._overlay.names(key) if os.path.isdir(place) else original(place)
             else:
                 names = [os.fsdecode(each) for each in sorted(os.listdir(path))]
-            text = os.fspath(path)
+            text = os.fspath(folder)
             coded = os.fsencode if isinstance(text, bytes) else str
             if name == "listdir":
                 return [coded(each) for each in names]
             places = [self._overlay.find(os.path.join(key, each)) or os.path.join(key, each) for each in names]
-            return Entries(SeenEntry(coded(n), os.path.join(text, coded(n)), at) for n, at in zip(names, places, strict=True))
+            shown = None if isinstance(path, int) else text
+            found = zip(names, places, strict=True)
+            return Entries(SeenEntry(coded(each), shown, os.path.join(text, coded(each)), place) for each, place in found)
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.chmod``, ``os.utime`` and similar calls: on paths that only rank 0 writes, they change only scratch files."""
@@ -201,7 +208,7 @@ class ReplicaFiles:
                 self._progress.count()
 
     def working_directory(self, original: Callable[[], str]) -> str:
-        return self._overlay.working_directory(original())
+        return self._overlay.known_path(original())
 
     def temporary_name(self, name: str) -> str:
         return self._rules.temporary_name(name)

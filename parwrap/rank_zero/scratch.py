@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from parwrap.errors import RankMismatchError
 from parwrap.places import script_place
-from parwrap.rank_zero.journal import NOT_KEPT, Ahead, JournalReader, Progress
+from parwrap.rank_zero.journal import NOT_KEPT, Ahead, JournalReader, Progress, moved_path
 from parwrap.rank_zero.listing import PART, is_link
 from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors, is_inside
 
@@ -91,6 +91,7 @@ class Overlay:
         timeout: float,
         check_wait: CheckWait,
     ) -> None:
+        rules.known_path = self.known_path
         self.rules, self.scratch, self._journal, self._progress = rules, scratch, journal, progress
         self._with_rank_zero, self._timeout, self._check_wait = with_rank_zero, timeout, check_wait
         self._entries: dict[str, Entry] = {}
@@ -325,13 +326,16 @@ class Overlay:
         """Record that a child process of this rank begins. On other nodes, show all that is on the disk until the next barrier."""
         self._since = math.inf
 
-    def working_directory(self, real: str) -> str:
-        """The path that the script knows for the working directory ``real``, which may be in scratch."""
-        if self._folders and self.owns(real):
-            for place in (real, *ancestors(real)):
-                if place in self._folders:
-                    return self._folders[place] + real[len(place) :]
-        return real
+    def known_path(self, real: str) -> str:
+        """The path that the script knows for an open folder, which may be in scratch, or moved by this rank or a rank 0 that is ahead."""
+        if self.owns(real):
+            if folder := next((each for each in (real, *ancestors(real)) if each in self._folders), None):
+                return moved_path(real, folder, self._folders[folder])
+            real = next((disk for disk, place in self._empty.items() if place == real), real)
+        else:
+            real = self._ahead().before_moves(real)
+        moved = ((key, entry.origin) for key, entry in list(self._entries.items()) if entry.origin) if self._covering else ()
+        return next((moved_path(real, origin, key) for key, origin in moved if real == origin or is_inside(real, origin)), real)
 
     def on_disk(self, key: str) -> str | None:
         """The path on the disk that this rank may see at ``key``; ``None`` if a change of this rank hides it."""

@@ -18,13 +18,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from parwrap.places import Place, running_line
-from parwrap.rank_zero.calls import WRITING, Change, Opening
+from parwrap.rank_zero.calls import Change, Opening, writes
 from parwrap.rank_zero.commands import warn_of_command
 from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, moved_path
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, is_inside, passing
 from parwrap.rank_zero.whole_files import write_whole
 from parwrap.ranks.group import is_alone, is_on_one_rank
+from parwrap.ranks.platform import path_of
 
 __all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
 
@@ -231,7 +232,7 @@ class WriterFiles:
         return stream
 
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if flags & WRITING:
+        if writes(flags):
             self._changes(path, dir_fd, in_place=True)
         return original(path, flags, mode, dir_fd=dir_fd)
 
@@ -245,14 +246,15 @@ class WriterFiles:
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: sorted as on all ranks, without the temporary files of other ranks."""
         path = "." if path is None else path
-        if isinstance(path, int) or not self._rules.looks():
+        if not self._rules.looks():
             return original(path)
         with passing():
+            folder = path_of(path) if isinstance(path, int) else path
             if name == "scandir":
                 with original(path) as entries:
                     found = sorted(entries, key=lambda entry: entry.name)
-                return Entries(entry for entry in found if self._lists(entry.path))
-            return sorted(each for each in original(path) if self._lists(os.path.join(path, each)))
+                return Entries(entry for entry in found if self._lists(os.path.join(folder, entry.name)))
+            return sorted(each for each in original(path) if self._lists(os.path.join(folder, each)))
 
     def _lists(self, path: Any) -> bool:
         return not (os.path.basename(os.fsdecode(path)).startswith(PART) or self._rules.of_another_rank(path))

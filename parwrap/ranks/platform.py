@@ -130,16 +130,18 @@ def read_at(descriptor: int, size: int, offset: int) -> bytes:
 
 
 def path_of(descriptor: int) -> str:
-    """The path of the open file or folder.
+    """The path of the open file or folder, its last one if it is removed.
 
     >>> descriptor = os.open(os.sep, os.O_RDONLY)
     >>> path_of(descriptor)
     '/'
     >>> os.close(descriptor)
     """
+    is_removed = os.fstat(descriptor).st_nlink == 0
     if sys.platform == "darwin":
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
-    return os.readlink(f"/proc/self/fd/{descriptor}")
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return path.removesuffix(" (deleted)") if is_removed else path
 
 
 if sys.platform == "win32":

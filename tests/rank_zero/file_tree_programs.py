@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import zipfile
 from pathlib import Path
@@ -310,3 +311,57 @@ def new_working_directory_beside_files_of_an_earlier_run(rank):
         file.write("a")
     os.chdir("../..")
     return seen, os.listdir("out/inner"), os.path.exists("old.txt"), os.path.exists("out/inner/log.txt")
+
+
+def folders_by_descriptor(rank):
+    """A folder that this run has made or moved, known by a descriptor."""
+    os.makedirs("a/deep")
+    os.rename("a", "b")
+    folder = os.open("b", os.O_RDONLY)
+    with os.fdopen(os.open("x.txt", os.O_WRONLY | os.O_CREAT, dir_fd=folder), "w") as file:
+        file.write("x")
+    Path("b/y.txt").write_text("y")
+    os.mkdir("new", dir_fd=folder)
+    os.replace("y.txt", "z.txt", src_dir_fd=folder, dst_dir_fd=folder)
+    with os.scandir(folder) as entries:
+        seen = sorted((each.name, each.path, os.fspath(each), each.is_file(), each.is_dir(), each.is_symlink()) for each in entries)
+    seen += [sorted(os.listdir(folder)), os.stat("z.txt", dir_fd=folder).st_size, sorted(glob.glob("*", root_dir="b"))]
+    seen += [sorted(glob.glob("**", root_dir=".", dir_fd=folder, recursive=True)), open("b/x.txt").read(), sorted(os.listdir("b"))]
+    with os.fdopen(os.open("z.txt", os.O_RDONLY, dir_fd=folder)) as file:
+        seen.append(file.read())
+    before = os.open(".", os.O_RDONLY)
+    os.fchdir(folder)
+    seen += [os.path.basename(os.getcwd()), open("x.txt").read(), os.path.exists("z.txt"), sorted(os.listdir())]
+    os.fchdir(before)
+    seen.append(sorted((top, sorted(folders), sorted(files)) for top, folders, files, _ in os.fwalk("b")))
+    os.unlink("x.txt", dir_fd=folder)
+    os.rmdir("new", dir_fd=folder)
+    os.close(folder)
+    os.close(before)
+    return seen, sorted(os.listdir("b")), os.path.exists("a")
+
+
+def folder_by_descriptor_of_an_earlier_run(rank):
+    folder = os.open("old", os.O_RDONLY)
+    seen = [sorted(os.listdir(folder)), [each.stat().st_size for each in os.scandir(folder)], os.path.exists("old")]
+    os.rename("old", "backup")
+    os.remove("a.txt", dir_fd=folder)
+    seen += [sorted(os.listdir(folder)), sorted(os.listdir("backup")), sorted(os.listdir())]
+    Path("backup/c.txt").write_text("c")
+    seen += [sorted(os.listdir(folder)), os.stat("b.txt", dir_fd=folder).st_size, os.access("c.txt", os.R_OK, dir_fd=folder)]
+    os.close(folder)
+    shutil.rmtree("backup")
+    return seen, sorted(os.listdir())
+
+
+def temporary_files_without_a_name(rank):
+    os.mkdir("out")
+    with tempfile.TemporaryFile("w+", dir="out") as first, tempfile.SpooledTemporaryFile(1, "w+", dir="out") as second:
+        for file in (first, second):
+            file.write(f"{rank} of all")
+            file.seek(0)
+        seen = [first.read(), second.read(), sorted(os.listdir("out"))]
+    Path("out/a.txt").write_text("a")
+    with open("out/b.txt", "a") as file:
+        file.write("once")
+    return seen, sorted(os.listdir("out")), open("out/b.txt").read()

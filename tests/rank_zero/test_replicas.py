@@ -139,6 +139,14 @@ def test_a_path_reached_by_another_name_is_the_same_file(tmp_path, monkeypatch):
         assert [f"by {rank()}"] * len(names) == [open(name).read() for name in names]
 
 
+def listed_by_descriptor(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return os.listdir(descriptor) + [each.name for each in os.scandir(descriptor)]
+    finally:
+        os.close(descriptor)
+
+
 @pytest.mark.ranks(2)
 def test_what_rank_zero_has_made_ahead_is_hidden_until_the_next_barrier(tmp_path):
     with files() as opened:
@@ -146,13 +154,13 @@ def test_what_rank_zero_has_made_ahead_is_hidden_until_the_next_barrier(tmp_path
             (tmp_path / "folder").mkdir()
             (tmp_path / "a.txt").write_text("ahead")
         barrier()
-        seen = os.listdir(tmp_path), (tmp_path / "a.txt").exists(), (tmp_path / "folder").is_dir()
+        seen = os.listdir(tmp_path), listed_by_descriptor(tmp_path), (tmp_path / "a.txt").exists(), (tmp_path / "folder").is_dir()
         opened.crossed()
-        then = os.listdir(tmp_path), (tmp_path / "a.txt").exists(), (tmp_path / "folder").is_dir()
+        then = os.listdir(tmp_path), listed_by_descriptor(tmp_path), (tmp_path / "a.txt").exists(), (tmp_path / "folder").is_dir()
         barrier()
 
-    everything = ["a.txt", "folder"], True, True
-    assert [everything, ([], False, False)][rank()] == seen
+    everything = ["a.txt", "folder"], ["a.txt", "folder"] * 2, True, True
+    assert [everything, ([], [], False, False)][rank()] == seen
     assert everything == then
 
 
