@@ -55,6 +55,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN_OWN, 0o600)
+        self._add("process", os.getpid())
 
     def saved(self, save: str, place: str) -> None:
         """Record that ``save``, a name from :class:`Sites`, can be read at ``place``."""
@@ -149,6 +150,7 @@ class JournalReader:
         ahead: what the first rank has changed since the last barrier of this rank, as far as this rank has read.
         alone: the paths that the first rank has changed in something that it runs alone, each with the number of that call.
         turned: the paths where something else begins: removed since, or changed in something that runs alone.
+        process: the first rank's process; ``None`` if it has not written yet.
         ended: whether the first rank writes no more.
     """
 
@@ -157,6 +159,7 @@ class JournalReader:
         self.ahead = Ahead()
         self.alone: dict[str, int] = {}
         self.turned: set[str] = set()
+        self.process: int | None = None
         self.ended = False
         self._lines: list[tuple[int, str, list[Any]]] = []  # those that say what the first rank has changed, each with its barrier
         self._barriers = self._own_barriers = 0
@@ -216,6 +219,8 @@ class JournalReader:
             self.saves[what[0]] = what[1]
         elif kind == "crossed":
             self._barriers += 1
+        elif kind == "process":
+            self.process = what[0]
         elif kind == "ended":
             self.ended = True
         else:

@@ -216,7 +216,8 @@ class ReplicaFiles:
     def run_command(self, run: Callable[[], Any], command: Any) -> Any:
         """Run a child process. This rank sees the files that the child makes."""
         self._overlay.child_began()
-        self._wait_for_rank_zero(lambda: False)  # which may be about to remove or make what the child writes or reads
+        with passing():  # rank 0 may be about to remove, make or close what the child writes or reads
+            self._wait_while(lambda: self._progress.is_behind() or self._overlay.closes_late())
         return run()
 
     def save(self, file: Any, write: Callable[[Any], Any], is_checkpoint: Callable[[], bool]) -> Any:
@@ -346,16 +347,13 @@ class ReplicaFiles:
         entry = self._overlay.entry(folder)
         if entry is None or entry.kind != FOLDER:
             return
-        self._wait_for_rank_zero(lambda: os.path.isdir(folder))
+        self._wait_while(lambda: self._progress.is_behind() and not os.path.isdir(folder))
         os.makedirs(folder, exist_ok=True)
 
-    def _wait_for_rank_zero(self, enough: Callable[[], bool]) -> None:
-        """Wait a while until a slower rank 0 has made as many changes as this rank, or ``enough()``.
-
-        If it does not come that far, this rank makes changes of its own, and never waits again.
-        """
+    def _wait_while(self, is_behind: Callable[[], bool]) -> None:
+        """Wait a while for a slower rank 0. If it does not come that far, this rank makes changes of its own, and never waits again."""
         until = time.monotonic() + PATIENCE
-        while self._is_patient and self._progress.is_behind() and not enough():
+        while self._is_patient and is_behind():
             self._is_patient = time.monotonic() < until
             time.sleep(NAP)
 

@@ -21,6 +21,7 @@ from parwrap.places import script_place
 from parwrap.rank_zero.journal import NOT_KEPT, Ahead, JournalReader, Progress, moved_path
 from parwrap.rank_zero.listing import PART, is_link
 from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors, is_inside
+from parwrap.ranks.platform import open_for_writing
 
 __all__ = ["FILE", "FOLDER", "GONE", "LINK", "MARK", "CheckWait", "Entry", "Overlay", "missing"]
 
@@ -321,6 +322,14 @@ class Overlay:
         """Remove all scratch files."""
         self._journal.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def closes_late(self) -> bool:
+        """Whether rank 0 has a file open for writing that this rank has written and closed."""
+        process = self._journal.update().process
+        if not self._with_rank_zero or process is None:
+            return False
+        written = [each for path in open_for_writing(process) if (each := self._entries.get(path)) is not None and each.kind == FILE]
+        return bool(written) and not {each.place for each in written} <= open_for_writing(os.getpid())
 
     def child_began(self) -> None:
         """Record that a child process of this rank begins. On other nodes, show all that is on the disk until the next barrier."""

@@ -14,7 +14,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from parwrap.places import Place, running_line
@@ -226,21 +226,20 @@ class WriterFiles:
     def open(self, call: Opening) -> Any:
         if not call.writes or call.opener is not None:
             return call.run()
-        self._changes(call.file, in_place=True)
-        stream = call.run()
+        with self._changing(call.file):
+            stream = call.run()
         self._streams.add(stream)
         return stream
 
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if writes(flags):
-            self._changes(path, dir_fd, in_place=True)
-        return original(path, flags, mode, dir_fd=dir_fd)
+        with self._changing(path, dir_fd) if writes(flags) else nullcontext():
+            return original(path, flags, mode, dir_fd=dir_fd)
 
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         return original(path, *args, **kwargs)
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        self._changes(path, kwargs.get("dir_fd"), in_place=True, counts=False)
+        self._changes(path, kwargs.get("dir_fd"), in_place=True)
         return original(path, *args, **kwargs)
 
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
@@ -261,12 +260,12 @@ class WriterFiles:
 
     def change(self, change: Change) -> Any:
         """Run a call that makes, removes or moves paths, and tell the other ranks what they could not know."""
-        gone = self._changes(*change.gone, counts=False) if change.gone else None
-        made = self._changes(*change.made, in_place=change.name in ("truncate", "copyfile"), counts=False) if change.made else None
+        gone = self._changes(*change.gone) if change.gone else None
+        made = self._changes(*change.made, in_place=change.name in ("truncate", "copyfile")) if change.made else None
         if gone is None and made is None:
             return change.run()
         if change.name == "link":
-            self._changes(*change.source, in_place=True, counts=False)  # type: ignore[misc]
+            self._changes(*change.source, in_place=True)  # type: ignore[misc]
         with passing():
             folder_gone = gone if gone and os.path.isdir(gone) and not os.path.islink(gone) else None
             if made and folder_gone:
@@ -326,7 +325,7 @@ class WriterFiles:
         path = saved_path(file)
         if path is None or not self._rules.looks():
             return write(file)
-        key = self._changes(path, counts=False)
+        key = self._changes(path)
         with passing():
             if path is file:
                 result = write_whole(file, write)
@@ -343,21 +342,29 @@ class WriterFiles:
         return read(path)
 
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
-        key = self._changes(path, in_place=True)
-        with passing():
+        with self._changing(path) as key, passing():
             if key is not None and set(mode) >= set("a+"):
                 for end in OF_DATABASES:
                     self._keep_old(key + end, in_place=True)
             return write(path)
 
-    def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:
-        """Prepare for a change of ``path``: at its first change, keep what is there, for slower ranks.
+    @contextmanager
+    def _changing(self, path: Any, dir_fd: int | None = None) -> Iterator[str | None]:
+        """Around a call that opens ``path`` to change it. It counts once the file is open: a child of another rank waits for its end."""
+        key = self._changes(path, dir_fd, in_place=True)
+        try:
+            yield key
+        finally:
+            if key is not None:
+                self._progress.count()
+
+    def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False) -> str | None:
+        """Prepare for a change of ``path``: at its first change, keep what is there, for slower ranks. The caller counts the change.
 
         Args:
             path: the path, as the script gives it.
             dir_fd: the directory that a relative path starts from, as in ``os.open``.
             in_place: the file is changed and not replaced, so up to a size of ``MOST_COPIED`` a copy of it is kept.
-            counts: whether to count the change in this rank's progress. Otherwise the caller does, unless only attributes change.
 
         Returns:
             The key of the path, or ``None`` if the rules of rank 0's files do not apply to it.
@@ -369,10 +376,6 @@ class WriterFiles:
         elif changed is not None and (key is not None or not is_on_one_rank()):  # the other ranks change it too, or run the block next
             with passing():
                 self._keep_old(changed, in_place)
-        if key is None:
-            return None
-        if counts:
-            self._progress.count()
         return key
 
     def _changes_alone(self, key: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ __all__ = [
     "lead_group",
     "lock",
     "lock_for_process",
+    "open_for_writing",
     "path_of",
     "raise_in_main_thread",
     "read_at",
@@ -142,6 +144,22 @@ def path_of(descriptor: int) -> str:
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     return path.removesuffix(" (deleted)") if is_removed else path
+
+
+def open_for_writing(process: int) -> set[str]:
+    """The paths of the files that the process has open for writing; none where the system has no ``/proc``.
+
+    >>> with open(os.devnull, "w"):
+    ...     os.devnull in open_for_writing(os.getpid()) or not FORKS
+    True
+    """
+    found, folder = set(), f"/proc/{process}/fd"
+    with suppress(OSError):
+        for each in os.listdir(folder):
+            with suppress(OSError):  # it is closed
+                if os.lstat(link := f"{folder}/{each}").st_mode & stat.S_IWUSR:
+                    found.add(os.readlink(link))
+    return found
 
 
 if sys.platform == "win32":

@@ -341,6 +341,31 @@ def test_what_a_child_process_of_a_rank_makes_is_there_for_it(tmp_path):
         assert path.exists()
 
 
+def by_path(path, mode):
+    return open(path, mode)
+
+
+def by_descriptor(path, mode):
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), mode)
+
+
+@pytest.mark.parametrize("opened", [by_path, by_descriptor])
+@pytest.mark.ranks(2)
+def test_a_child_process_reads_what_rank_zero_closes_later(opened, tmp_path):
+    began = time.monotonic()
+    with files(), open(tmp_path / "log", "w") as log:
+        log.write("open on all ranks")
+        barrier()
+        with opened(tmp_path / "a", "w") as file:
+            file.write("a")
+            if rank() == 0:
+                time.sleep(0.5)
+        seen = subprocess.check_output([sys.executable, "-S", "-c", f"print(open({str(tmp_path / 'a')!r}).read())"], text=True)
+
+    assert "a\n" == seen
+    assert time.monotonic() - began < 8, "no waiting for the log"
+
+
 @pytest.mark.ranks(3)
 def test_what_a_rank_wrote_under_a_name_of_its_own_it_reads_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
