@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Sequence
+from pickle import PickleError
 
 __all__ = [
     "LaunchError",
@@ -28,6 +30,10 @@ __all__ = [
     "in_one_line",
     "shortened",
 ]
+
+
+UNREADABLE = (EOFError, OSError, PickleError, ValueError, zipfile.BadZipFile)
+"""The errors of code that reads a file which is only half there."""
 
 
 class ParwrapError(Exception):
@@ -63,6 +69,7 @@ def explain(
     part: int | None = None,
     short: tuple[int, int] | None = None,
     written: Sequence[str] = (),
+    changed: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Add a note with advice to an error about device numbers, batch norms, fixed batch sizes or missing files, unless it has notes.
 
@@ -74,6 +81,7 @@ def explain(
         part: the number of samples in this rank's part of a batch; ``None`` if batches are not divided.
         short: the sizes of a short last batch of this rank's share and of all batches of one process; ``None`` if that is not the case.
         written: names of the files that only this rank sees, the last ones written.
+        changed: returns the name of the file that this thread has opened last, if another process has changed it since.
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
         return
@@ -99,11 +107,24 @@ def explain(
             f'parwrap: with batch="global" this rank has a part of each batch, {counted(part, "sample")} of the last one. If a batch size '
             'is fixed in the code, read it from the tensors, x.shape[0], or use batch="per_rank" (--batch per-rank).'
         )
-    elif written and "No such file" in str(error) and "parwrap" not in str(error):
+    elif written and _is_missing(error, written) and "parwrap" not in str(error):
         error.add_note(
-            f"parwrap: this rank's own files are in a private folder, where native code does not find them: {', '.join(written)}. To read "
-            "rank 0's instead, call parwrap.barrier() between the line that writes such a file and the line that reads it."
+            "parwrap: this rank's own files are in a private folder, where native code and `import` do not find them: "
+            f"{', '.join(written)}. To read rank 0's instead, call parwrap.barrier() between the line that writes such a file and the line "
+            "that reads it."
         )
+    elif isinstance(error, UNREADABLE) and (name := changed()) is not None:
+        error.add_note(
+            f"parwrap: {name} has changed since this rank opened it, because another process writes it, such as a child process of another "
+            "rank: child processes write real files on every rank. Call parwrap.barrier() between the line that waits for these processes "
+            "and the line that reads the file."
+        )
+
+
+def _is_missing(error: BaseException, written: Sequence[str]) -> bool:
+    """Whether ``error`` says that a file is missing, or a module whose file is among those ``written``."""
+    module = f"{error.name}".rpartition(".")[2] if isinstance(error, ModuleNotFoundError) else ""
+    return "No such file" in str(error) or f"{module}.py" in written
 
 
 def counted(number: int, what: str) -> str:

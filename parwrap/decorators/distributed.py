@@ -656,6 +656,7 @@ def explained() -> Iterator[None]:
             None if _scope is None else _scope.part(),
             None if _scope is None else _scope.short(),
             opened.written() if opened else (),
+            opened.last_read.changed if opened else lambda: None,
         )
         raise
 

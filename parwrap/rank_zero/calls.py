@@ -29,6 +29,7 @@ from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
 
 from parwrap.intercept.patch import Patch, caller, is_patched
 from parwrap.intercept.torch_calls import SERIALIZATION
+from parwrap.rank_zero.last_read import LastRead
 from parwrap.ranks.stdin import check_opening
 
 __all__ = ["Change", "FileCalls", "NativeFileCalls", "Opening", "patches", "save_patches", "writes"]
@@ -134,6 +135,8 @@ class NativeFileCalls(Protocol):
 class FileCalls(NativeFileCalls, Protocol):
     """Handles all calls, each kind by one method. ``writer.py`` has it for rank 0, ``replica.py`` for ranks that write to scratch."""
 
+    last_read: LastRead
+
     def open(self, call: Opening) -> Any: ...
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any: ...
@@ -166,7 +169,9 @@ def _open_patches(files: FileCalls) -> list[Patch]:
     def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         call = Opening(wrapped, *args, **kwargs)
         check_opening(call.file)
-        return files.open(call)
+        stream = files.open(call)
+        files.last_read.opened(call.file, stream, call.writes)
+        return stream
 
     def opener(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
         found = wrapped(*args, **kwargs)

@@ -70,6 +70,7 @@ CALLS = (
     *(NativeCall("polars", f"scan_{kind}", "read", "source") for kind in ("csv", "parquet", "ipc", "ndjson")),
     *(NativeCall("polars", f"DataFrame.write_{kind}", "write", "file") for kind in ("csv", "parquet", "ipc", "json", "ndjson")),
     NativeCall("h5py", "File.__init__", "open", "name"),
+    NativeCall("h5py", "is_hdf5", "read", "fname"),
     NativeCall("sqlite3", "connect", "update", "database"),
     NativeCall("sqlite3.dbapi2", "connect", "update", "database"),
     NativeCall("cv2", "imwrite", "write", "filename"),

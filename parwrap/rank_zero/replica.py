@@ -14,6 +14,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.places import running_line
 from parwrap.rank_zero.calls import Change, Opening, writes
 from parwrap.rank_zero.journal import Progress, Sites
+from parwrap.rank_zero.last_read import LastRead
 from parwrap.rank_zero.listing import Entries, SeenEntry, is_link
 from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.scratch import FILE, FOLDER, HIDDEN, LINK, MARK, NAP, Entry, Overlay, missing
@@ -47,6 +48,7 @@ class ReplicaFiles:
 
     def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
         self._overlay, self._rules, self._progress, self._stands_in = overlay, overlay.rules, progress, stands_in
+        self.last_read = LastRead()
         self._sites = Sites()
         self._is_patient = True
         self._in_scratch = False  # whether the real working directory is a folder in scratch

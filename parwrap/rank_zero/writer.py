@@ -21,6 +21,7 @@ from parwrap.places import Place, running_line
 from parwrap.rank_zero.calls import Change, Opening, writes
 from parwrap.rank_zero.commands import warn_of_command
 from parwrap.rank_zero.journal import NOT_KEPT, Journal, Progress, Sites, moved_path
+from parwrap.rank_zero.last_read import LastRead
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, is_inside, passing
 from parwrap.rank_zero.whole_files import write_whole
@@ -180,6 +181,7 @@ class WriterFiles:
     def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
+        self.last_read = LastRead()
         self._said: set[Place] = set()
         self._changed: set[str] = set()
         self._hidden: set[str] = set()  # what is in the journal since the last barrier

@@ -78,6 +78,7 @@ def hdf5(rank):
             file["weight"] = np.full((SIZE, SIZE), step)
         with h5py.File("model.h5") as file:
             seen.append(int(file["weight"][0, 0]))
+        seen.append(h5py.is_hdf5("model.h5"))
         with h5py.File("log.h5", "a") as file:
             file["loss"][step] = step
             file.create_group(f"step{step}")

@@ -197,6 +197,46 @@ def test_native_code_that_does_not_find_this_ranks_file_gets_a_note(tmp_path):
     assert [False, True][rank()] == any("vocabulary.txt. To read rank 0's instead, call parwrap.barrier()" in note for note in notes)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.ranks(2)
+def test_an_import_that_does_not_find_this_ranks_file_gets_a_note(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    @parwrap.distributed
+    def script(name):
+        (tmp_path / "generated.py").write_text("")
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in ("generated", "numpi"):
+        with pytest.raises(ModuleNotFoundError) as caught:
+            script(name)
+        notes = getattr(caught.value, "__notes__", [])
+        assert (rank() == 1 and name == "generated") == any("call parwrap.barrier()" in note for note in notes)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("by_another", [True, False])
+@pytest.mark.ranks(2)
+def test_what_another_process_changes_while_a_rank_reads_it_is_named(tmp_path, by_another):
+    left_before(tmp_path, "cache.json")
+
+    @parwrap.distributed
+    def script():
+        with open(tmp_path / "log", "w") as log, open(tmp_path / ("cache.json" if by_another else "log")) as file:
+            parwrap.barrier()
+            log.write("a")
+            log.flush()
+            if rank() == 0:
+                with passing():
+                    subprocess.run([sys.executable, "-S", "-c", f"open({str(tmp_path / 'cache.json')!r}, 'a').write(']')"], check=True)
+            parwrap.barrier()
+            raise EOFError(file)
+
+    with pytest.raises(EOFError) as caught:
+        script()
+    assert by_another == any("cache.json has changed since this rank opened it" in note for note in getattr(caught.value, "__notes__", []))
+
+
 @pytest.mark.ranks(2)
 def test_checkpoints_are_saved_in_threads(tmp_path):
     states = [{"x": torch.full((100,), number)} for number in range(8)]
