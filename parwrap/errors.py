@@ -110,8 +110,8 @@ def explain(
     elif written and _is_missing(error, written) and "parwrap" not in str(error):
         error.add_note(
             "parwrap: this rank's own files are in a private folder, where native code, `import` and processes that run already do not "
-            f"find them: {', '.join(written)}. To read rank 0's instead, call parwrap.barrier() between the line that writes such a file and "
-            "the line that reads it."
+            f"find them: {', '.join(written)}. To read rank 0's instead, call parwrap.barrier() between the line that writes such a file "
+            "and the line that reads it."
         )
     elif isinstance(error, UNREADABLE) and (name := changed()) is not None:
         error.add_note(
