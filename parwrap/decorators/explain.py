@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import builtins
 import json
+import linecache
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from parwrap.data.loaders import is_replicated
+from parwrap.data.loops import GRADIENTS_OFF
+from parwrap.decorators.added_up import added_up
 from parwrap.decorators.distributed import open_loop
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
@@ -27,7 +30,7 @@ from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import parameters_of
-from parwrap.places import Place, from_script, script_place
+from parwrap.places import Line, Place, call_stack, from_script, script_place
 from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.group import rank, say, world_size
 from parwrap.strategies.strategy import Loop
@@ -39,12 +42,12 @@ class explain(ScopeDecorator):
     """When the function or block ends, print a table of what parwrap did at each line of the script, on rank 0's stderr.
 
     Write ``@explain``, ``@explain(report="explained.json")`` or ``with explain():`` inside of ``distributed``; for a script, ``--explain``.
-    There is a row for each line that reads a loader, runs a backward, steps an optimizer, calls ``torch.save``, opens a file to write, or
-    prints, with the rule of the contract that decided and what would change it; then come the warnings. Without several ranks there is
-    nothing to explain.
+    There is a row for each loop over a loader and kind of pass, and for each line that runs a backward, steps an optimizer, calls
+    ``torch.save``, opens a file to write, or prints, with the rule of the contract that decided and what would change it. Then come names
+    that a training loop adds up and the script uses after it, and the warnings. Without several ranks there is nothing to explain.
 
     Args:
-        report: a file that gets the same as JSON: ``rows``, a list of objects, and ``warnings``.
+        report: a file that gets the same as JSON: ``rows`` and ``added_up``, lists of objects, and ``warnings``.
 
     >>> with explain():
     ...     pass
@@ -82,20 +85,27 @@ class explain(ScopeDecorator):
                 yield
         finally:
             if rank() == 0:
-                rows = watcher.rows()
-                _show(rows, watcher.warnings)
+                rows, sums = watcher.rows(), watcher.added_up()
+                _show(rows, sums, watcher.warnings)
                 if self._report is not None:
                     with open(self._report, "w") as target:
-                        json.dump({"rows": rows, "warnings": watcher.warnings}, target, indent=1)
+                        json.dump({"rows": rows, "added_up": sums, "warnings": watcher.warnings}, target, indent=1)
 
 
 HEAD = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}
 """The columns of the table, by their keys in a row."""
 
 
-def _show(rows: list[dict[str, Any]], said: list[str]) -> None:
-    """Print the rows and warnings to stderr: on a terminal as a table of rich, if that is installed, so that long cells wrap."""
-    notes = "".join(f"warning: {each}\n" for each in said)
+ADDED_UP = (
+    "added up in a training loop and used after it: each rank has the sum over its own samples (rule 7). "
+    "`parwrap.total(..., of=loader)` adds up over all ranks"
+)
+
+
+def _show(rows: list[dict[str, Any]], sums: list[dict[str, str]], said: list[str]) -> None:
+    """Print all to stderr: the rows on a terminal as a table of rich, if that is installed, so that long cells wrap."""
+    notes = "".join([f"{ADDED_UP}:\n"] * bool(sums) + [f"  {each['place']}  {each['name']}\n" for each in sums])
+    notes += "".join(f"warning: {each}\n" for each in said)
     if sys.stderr.isatty() and find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
@@ -138,10 +148,26 @@ class _Row:
 
 @dataclass
 class _Read(_Row):
-    """A line that reads a loader: its last pass, and the name of its sampler."""
+    """A loop over a loader, and one kind of its passes.
+
+    Attributes:
+        last: its last pass; ``None`` for passes without a batch.
+        sampler: the name of its sampler.
+        whys: why its passes were of this kind, in the order of the passes.
+        batches: the number of batches of passes before the last one.
+        trained: whether an optimizer has stepped in one of these.
+    """
 
     last: Pass | None = None
     sampler: str = ""
+    whys: dict[str, None] = field(default_factory=dict)
+    batches: int = 0
+    trained: bool = False
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether an optimizer has stepped in one of its passes."""
+        return self.trained or (self.last is not None and self.last.trained)
 
 
 @dataclass
@@ -161,16 +187,34 @@ class _Averaged(_Row):
 
 
 class _Begun(Batches):
-    """Calls ``watcher`` after each batch: a pass begins when its first batch is drawn."""
+    """Calls ``begun`` after its first ``next``, with whether there was a batch: that is when a pass begins."""
 
-    def __init__(self, batches: Iterator, watcher: _Watcher, row: _Read, loader: DataLoader) -> None:
+    def __init__(self, batches: Iterator, begun: Callable[[bool], None]) -> None:
         super().__init__(batches)
-        self._watcher, self._row, self._loader = watcher, row, loader
+        self._begun: Callable[[bool], None] | None = begun
 
     def __next__(self) -> Any:
-        batch = super().__next__()
-        self._watcher.note_pass(self._row, self._loader)
+        begun, self._begun = self._begun, None
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            if begun is not None:
+                begun(False)
+            raise
+        if begun is not None:
+            begun(True)
         return batch
+
+
+def _kind_of(loader: DataLoader, opened: Pass | None) -> tuple[str, str, str, str]:
+    """Of which kind the pass ``opened`` is, the rule that has decided so, why, and what would change it."""
+    if opened is None:
+        return "empty", "2", "there was no batch", ""
+    if opened.shared:
+        return "share", "2, 4", "parwrap.shard" if opened.sharded else "trains", "replicate(loader)"
+    if is_replicated(loader):
+        return "replicated", "2", "parwrap.replicate", "shard(loader)"
+    return GRADIENTS_OFF * (opened.why_whole == GRADIENTS_OFF), "2", opened.why_whole, ""
 
 
 class _Watcher(Interceptor):
@@ -178,41 +222,42 @@ class _Watcher(Interceptor):
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._rows: dict[tuple[Place, str], Any] = {}
+        self._rows: dict[tuple, Any] = {}
         self.warnings: list[str] = []
 
-    def _row(self, call: str, kind: type[_Row] = _Row) -> Any:
+    def _row(self, call: str) -> _Row:
         place = script_place()
-        row = self._rows.setdefault((place, call), kind(place, call))
+        row = self._rows.setdefault((place, call), (_Averaged if call == "backward" else _Row)(place, call))
         row.times += 1
         return row
 
     # loaders
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        row = self._row("DataLoader", _Read)
-        row.sampler = type(loader.batch_sampler if loader.sampler is None else loader.sampler).__name__
-        return _Begun(original(loader), self, row, loader)
+        place, stack = script_place(), call_stack(sys._getframe(1))
+        return _Begun(original(loader), lambda drew: self._note_pass(loader, place, stack, drew))
 
-    def note_pass(self, row: _Read, loader: DataLoader) -> None:
-        """Explain in ``row`` the open pass over ``loader``."""
-        if (opened := self._loop.passes.innermost) is not None and row.last is not opened:
-            row.last = opened
-            self._explain_pass(row, loader, opened)
-
-    def _explain_pass(self, row: _Read, loader: DataLoader, opened: Pass) -> None:
-        if opened.shared:
-            row.rule = "2, 4: parwrap.shard" if opened.sharded else "2, 4: trains"
-            row.change = "replicate(loader)"
-        elif is_replicated(loader):
-            row.rule, row.change = "2: parwrap.replicate", "shard(loader)"
-        else:
-            row.rule, row.change = f"2: {opened.why_whole}", "@evaluate shares it, exactly"
+    def _note_pass(self, loader: DataLoader, place: Place, stack: tuple[Line, ...], drew: bool) -> None:
+        """Note that a pass over ``loader`` has begun in the loop at ``stack``; ``drew`` says whether it has a batch."""
+        opened = self._loop.passes.innermost if drew else None
+        kind, rule, why, change = _kind_of(loader, opened)
+        key = stack, kind
+        if key not in self._rows:
+            library = stack[-1] if stack and not stack[-1].in_script else None
+            call = "DataLoader" if library is None else f"DataLoader in {Place(library.file, library.line)}"
+            sampler = type(loader.batch_sampler if loader.sampler is None else loader.sampler).__name__
+            self._rows[key] = _Read(place, call, rule=rule, change=change, sampler=sampler)
+        row = self._rows[key]
+        row.times += 1
+        row.whys[why] = None
+        if row.last is not None:
+            row.batches, row.trained = row.batches + row.last.drawn, row.has_trained
+        row.last = opened
 
     # training
 
     def backward(self, call: Backward) -> None:
-        row = self._row("backward", _Averaged)
+        row = cast(_Averaged, self._row("backward"))
         row.begin, waited = row.begin or time.perf_counter(), self._loop.passes.clock.averages
         call.run()
         row.end = time.perf_counter()
@@ -255,11 +300,14 @@ class _Watcher(Interceptor):
     def _told(self, row: Any) -> str:
         ranks = self._loop.group.world.size
         if isinstance(row, _Read):
+            passes = counted(row.times, "pass")
             if row.last is None:
-                return f"{counted(row.times, 'pass')} without a batch"
+                return f"{passes} without a batch"
             of = "" if row.last.whole is None else f" of {row.last.whole}"
             share = f"each of {ranks} ranks {row.last.samples}{of} samples" if row.last.shared else "all samples on every rank"
-            return f"{share}, {row.sampler}, {row.times} passes" if row.times > 1 else f"{share}, {row.sampler}"
+            batches = counted(row.batches + row.last.drawn, "batch")
+            idle = ", no optimizer has stepped" if row.last.shared and not row.has_trained else ""
+            return f"{share}, {row.sampler}, {passes}, {batches}{idle}"
         if isinstance(row, _Averaged):
             averaged = self._loop.options().strategy in ("ddp", "zero1", "fsdp")
             verb = "averaged" if averaged else "this rank's gradients of"
@@ -268,8 +316,22 @@ class _Watcher(Interceptor):
             return f"{verb} {counted(row.size[0], 'parameter')}, {row.size[1]:.2g} MB, {row.times} times{waits}"
         return f"{row.what}, {row.times} times" if row.times > 1 else row.what
 
+    def added_up(self) -> list[dict[str, str]]:
+        """The names that loops which read a share add up, and that the script uses after them."""
+        shares = {each.place for each in self._rows.values() if isinstance(each, _Read) and each.last is not None and each.last.shared}
+        return [
+            {"place": str(Place(place.file, each.line)), "name": each.name}
+            for place in sorted(shares)
+            for each in added_up("".join(linecache.getlines(place.file)), place.line)
+        ]
+
     def rows(self) -> list[dict[str, Any]]:
         """The rows, in the order of the script's lines."""
+        for row in self._rows.values():
+            if isinstance(row, _Read):
+                row.rule = f"{row.rule}: {'; later '.join(row.whys)}"
+                if row.last is not None and not row.change:  # whole
+                    row.change = "shard(loader)" if row.has_trained else "@evaluate shares it, exactly"
         found = sorted(self._rows.values(), key=lambda row: row.place)
         return [
             {"place": str(row.place), "call": row.call, "times": row.times, "what": self._told(row), "rule": row.rule, "change": row.change}

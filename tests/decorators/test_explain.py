@@ -61,7 +61,7 @@ def test_each_line_of_a_loop_has_a_row_in_the_order_of_the_script(tmp_path, capf
         assert [] == said
         assert ["DataLoader", "backward", "SGD.step", "torch.save"] == [row["call"] for row in rows]
         assert [2, 4, 4, 1] == [row["times"] for row in rows]
-        assert "each of 2 ranks 6 of 12 samples, RandomSampler, 2 passes" == rows[0]["what"]
+        assert "each of 2 ranks 6 of 12 samples, RandomSampler, 2 passes, 4 batches" == rows[0]["what"]
         assert re.fullmatch(r"averaged 2 parameters, 8e-06 MB, 4 times, \d+% of the time waiting for averages", rows[1]["what"])
         assert ["2, 4: trains", "5", "1", "8"] == [row["rule"] for row in rows]
         assert "rank 0 writes model.pt" == rows[3]["what"]
@@ -94,7 +94,10 @@ def test_a_whole_pass_says_why_it_is_whole(kind, rule, tmp_path):
     rows, _ = rows_of(run, tmp_path)
 
     if parwrap.rank() == 0:
-        assert ("all samples on every rank, SequentialSampler", True) == (rows[0]["what"], bool(re.fullmatch(rule, rows[0]["rule"])))
+        assert ("all samples on every rank, SequentialSampler, 1 pass, 4 batches", True) == (
+            rows[0]["what"],
+            bool(re.fullmatch(rule, rows[0]["rule"])),
+        )
 
 
 @pytest.mark.ranks(2)
@@ -109,6 +112,8 @@ def test_what_the_script_said_and_what_was_warned_of_is_there(tmp_path):
     rows, said = rows_of(run, tmp_path)
 
     if parwrap.rank() == 0:
+        idle = next(row for row in rows if row["what"].endswith("1 pass, 2 batches, no optimizer has stepped"))
+        assert "2, 4: trains" == idle["rule"]
         assert "2, 4: parwrap.shard" in [row["rule"] for row in rows if row["call"] == "DataLoader"]
         assert (1, True) == (len(said), "no optimizer stepped" in said[0])
 
@@ -123,6 +128,73 @@ def test_a_backward_says_what_its_strategy_does(strategy, verb, tmp_path):
     if parwrap.rank() == 0:
         row = next(row for row in json.loads(report.read_text())["rows"] if row["call"] == "backward")
         assert (True, f"5, strategy={strategy!r}") == (row["what"].startswith(verb), row["rule"])
+
+
+PHASES = """import sys, torch; sys.path.append("site-packages")
+from torch.utils.data import DataLoader, TensorDataset
+from fitting import fit
+data = {phase: DataLoader(TensorDataset(torch.randn(n, 1)), batch_size=4, shuffle=True) for phase, n in (("train", 32), ("val", 12))}
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    for phase in data:
+        model.train(phase == "train")
+        above = total = steps = 0
+        for (x,) in data[phase]:
+            with torch.set_grad_enabled(phase == "train"):
+                loss = model(x).square().mean()
+                if phase == "train":
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            above += (x > 0).sum().item()
+            total += loss.item()
+            steps += 1
+        print(above, total / steps)
+fit(model, optimizer, data["train"])
+fit(model, torch.optim.SGD(model.parameters(), lr=0.1), data["train"])
+"""
+EVALUATE = "@evaluate shares it, exactly"
+FITTING = """import torch
+def fit(model, optimizer, loader):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        for (x,) in loader:
+            model(x)
+"""
+
+
+def test_each_loop_and_kind_of_pass_has_a_row_and_what_a_training_loop_adds_up_is_listed(tmp_path, warm_python):
+    (tmp_path / "train.py").write_text(PHASES)
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "fitting.py").write_text(FITTING)
+
+    run = warm_python.run("parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py", cwd=tmp_path)
+
+    told = json.loads((tmp_path / "report.json").read_text())
+    rows = [row for row in told["rows"] if row["call"].startswith("DataLoader")]
+    assert [
+        ("train.py:11", "DataLoader", "each of 2 ranks 16 of 32 samples, RandomSampler, 2 passes, 8 batches"),
+        ("train.py:11", "DataLoader", "all samples on every rank, RandomSampler, 2 passes, 6 batches"),
+        ("train.py:22", "DataLoader in fitting.py:3", "all samples on every rank, RandomSampler, 1 pass, 8 batches"),
+        ("train.py:22", "DataLoader in fitting.py:8", "all samples on every rank, RandomSampler, 1 pass, 8 batches"),
+        ("train.py:23", "DataLoader in fitting.py:3", "each of 2 ranks 16 of 32 samples, RandomSampler, 1 pass, 4 batches"),
+        ("train.py:23", "DataLoader in fitting.py:8", "all samples on every rank, RandomSampler, 1 pass, 8 batches"),
+    ] == [(row["place"], row["call"], row["what"]) for row in rows], run.stderr
+    assert [
+        ("2, 4: trains", "replicate(loader)"),
+        ("2: the model is in eval mode since train.py:9; later no optimizer stepped in this loop the last time", EVALUATE),
+        ("2: another loop has trained since the optimizer was built", "shard(loader)"),  # it trains, whole
+        ("2: gradients are off", EVALUATE),
+        ("2, 4: trains", "replicate(loader)"),
+        ("2: gradients are off", EVALUATE),
+    ] == [(row["rule"], row["change"]) for row in rows]
+    assert [{"place": "train.py:18", "name": "above"}] == told["added_up"]
+    assert "`parwrap.total(..., of=loader)` adds up over all ranks:\n  train.py:18  above\n" in run.stderr
 
 
 def test_on_one_rank_there_is_nothing_to_explain(capfd):
@@ -185,7 +257,7 @@ def test_on_a_terminal_the_cells_of_the_table_wrap(tmp_path, warm_python):
     assert ["train.py:4", "DataLoader"] == [cell.strip() for cell in _row(lines, "train.py:4")[:2]]
     wrapped = _column(lines, "train.py:4", 2)
     assert len(wrapped) > 1  # where it wraps depends on times in other rows
-    assert "each of 2 ranks 4 of 8 samples, SequentialSampler".replace(" ", "") == "".join(wrapped).replace(" ", "")
+    assert "each of 2 ranks 4 of 8 samples, SequentialSampler, 1 pass, 2 batches".replace(" ", "") == "".join(wrapped).replace(" ", "")
 
 
 def _row(lines, first):
