@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from parwrap.checks.same_work import WHOLE_WORK
 from parwrap.errors import counted
+from parwrap.insight.printed import PrintedLines, compared_lines
 from parwrap.insight.recording import Recorded, Step, stride
 
-__all__ = ["Comparison", "Difference", "compared", "compared_with_ddp"]
+__all__ = ["Comparison", "Difference", "compared", "compared_with_ddp", "with_prints"]
 
 TOLERANCE = 1e-5
 """The largest difference that counts as rounding after one step, as a fraction of the tensor's largest value, or of 1 if that is larger."""
@@ -64,7 +65,11 @@ class Comparison:
         name: the parameter with this difference.
         left_out: how many values are not compared, because their gradients are only rounding errors.
         no_numbers: how many values are nan or infinite in both runs after the last step that is equal.
-        difference: where the runs differ first; ``None`` if they are equal.
+        difference: where the weights differ first; ``None`` if they are equal.
+        mode: which batches the second run has trained on: those of one process, divided (``"--batch global"``), or each rank's own
+            (``"--batch per_rank"``).
+        printed: how what rank 0 prints compares; ``None`` if that was not compared, because weights differ or DDP by hand is the reference.
+        last_step: the step up to which printed lines were compared.
     """
 
     ranks: int
@@ -75,25 +80,47 @@ class Comparison:
     left_out: int = 0
     no_numbers: int = 0
     difference: Difference | None = None
+    mode: str = "--batch global"
+    printed: PrintedLines | None = None
+    last_step: int = 0
 
     @property
     def equal(self) -> bool:
-        """Whether no difference was found."""
-        return self.difference is None
+        """Whether no difference was found, neither in weights nor in what is printed."""
+        return self.difference is None and (self.printed is None or self.printed.difference is None)
 
     def __str__(self) -> str:
         first, where, reference = self.difference, f"on {counted(self.ranks, 'rank')}", self.reference
         if first is None:
-            equal = f"equal to {reference} after {counted(self.steps, 'step')} {where}"
+            weights = "" if self.equal else "weights are "
+            equal = f"{weights}equal to {reference} after {counted(self.steps, 'step')} {where}"
             left_out = f"; {self.left_out} values whose gradients are only rounding errors are left out" if self.left_out else ""
             no_numbers = f"; {self.no_numbers} values are nan or infinite in both" if self.no_numbers else ""
-            return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}{no_numbers}"
+            return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}{no_numbers}{self._of_printed()}"
         at = f"step {first.step}" + (f" ({first.place})" if first.place else "")
         digits = 6 if _shown(first.one, 6) != _shown(first.several, 6) else 9  # with 9 digits, unlike numbers of float32 differ
         one, several = _shown(first.one, digits), _shown(first.several, digits)
         values = f"{first.what} is {one} with {reference} and {several} with parwrap"
-        reasons = (f"  {number}. {each}" for number, each in enumerate(first.reasons, 1))
-        return "\n".join([f"differs from {reference} at {at} {where}: {values}", *reasons])
+        return "\n".join(
+            [f"differs from {reference} at {at} {where}: {values}", *_numbered(first.reasons), f"compared: weights, {self.mode}"]
+        )
+
+    def _of_printed(self) -> str:
+        """What was compared, and what is printed differently, in words."""
+        lines = self.printed
+        if lines is None:
+            return f"\ncompared: weights after each step, {self.mode}; not what is printed"
+        others = f", {counted(lines.other_text, 'line')} with other text left out" if lines.other_text else ""
+        numbers = f"numbers in {counted(lines.lines, 'printed line')}" if lines.lines else "no numbers are printed"
+        said = [f"compared, {self.mode}: weights after each step; {numbers} up to step {self.last_step}{others}"]
+        if (first := lines.difference) is not None:
+            more = f" ({lines.differing - 1} more lines of the script print other numbers)" if lines.differing > 1 else ""
+            said += [f"rank 0 prints other numbers than one process{more}: {first}", *_numbered(first.reasons)]
+        return "\n" + "\n".join(said)
+
+
+def _numbered(reasons: Sequence[str]) -> list[str]:
+    return [f"  {number}. {each}" for number, each in enumerate(reasons, 1)]
 
 
 def _shown(value: float | str, digits: int) -> str:
@@ -103,7 +130,7 @@ def _shown(value: float | str, digits: int) -> str:
 def compared_with_ddp(by_hand: Recorded, parwraps: Recorded, ranks: int, said: str, tolerance: float = 0.0) -> Comparison:
     """Compare ``by_hand``, a run with torch's DDP, with ``parwraps``, as :func:`compared` does, by default with a ``tolerance`` of 0."""
     result = compared(by_hand, parwraps, ranks, said=said, tolerance=tolerance)
-    result.reference = "DDP by hand"
+    result.reference, result.mode = "DDP by hand", "--batch per_rank"
     if result.difference and not parwraps.failed:
         result.difference.reasons = [OUTSIDE]
     return result
@@ -148,12 +175,28 @@ def compared(
         result.steps = number
         result.left_out = sum(int(each.sum()) for each_seen in seen.values() for each in each_seen.noise)
     steps = len(one.steps), len(several.steps)
+    result.last_step = one.end[0] if one.end else steps[0]
     if several.failed:
+        if steps[0] == steps[1]:
+            steps = result.last_step, several.end[0] if several.end else steps[1]
         ends = f"after {counted(steps[0], 'step')}", f"after {counted(steps[1], 'step')} with an error"
         result.difference = Difference(steps[1] + (steps[0] > steps[1]), "", "the end", *ends, [_error_in(said)])
     elif steps[0] != steps[1]:
         result.difference = Difference(min(steps) + 1, "", "the number of steps", *steps, [OTHER_STEPS])
     return result
+
+
+def with_prints(result: Comparison, one: Recorded, several: Recorded, again: Callable[[], Recorded], tolerance: float | None) -> None:
+    """Compare what two runs with equal weights have printed, and note it in ``result``.
+
+    Where they differ, ``again`` runs the script on one process a second time: what differs between these two is not compared.
+    """
+    if result.difference is not None or result.mode != "--batch global":
+        return
+    allowed = (tolerance or (TOLERANCE_OF_HALF if one.half or several.half else TOLERANCE)) * max(result.last_step, 1)
+    result.printed = compared_lines(one.printed, several.printed, result.ranks, allowed)
+    if result.printed.difference is not None:
+        result.printed = compared_lines(one.printed, several.printed, result.ranks, allowed, again().printed)
 
 
 @dataclass

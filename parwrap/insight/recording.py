@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from parwrap.data.samplers import samples_in
 from parwrap.decorators.distributed import open_passes
+from parwrap.insight.printed import Printed, printed_in, prints_recorded
 from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
@@ -62,6 +63,12 @@ HALF, HALVES = "half", (torch.float16, torch.bfloat16)
 PRECISELY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 """Variables that make a GPU multiply float32 numbers without rounding them to TF32, and cuBLAS add in the same order each time."""
 
+END = "end.json"
+"""The file that says where a run has ended: as ``Settings.end``."""
+
+MOST_SECONDS = 30
+"""How long a run may go on after the last step that is recorded, to the end of the epoch."""
+
 WARM_UP = 5
 """The number of steps at the beginning of a run that are not timed."""
 
@@ -80,6 +87,10 @@ class Settings:
         is_module: whether the script is named as a module.
         by_hand: whether gradients are averaged by torch's DDP, as in a script that wraps its model by hand, and not by parwrap.
         timed: whether the run records only how long the steps after the warm-up take, and how many samples they train on.
+        prints: whether to record what the script prints, too. The script goes on after the last step that is recorded, to the end of the
+            epoch.
+        end: where it ends then, as the run before it has: after so many steps, and after so many more batches if there is a second
+            number. Empty in the first run, which goes on for up to ``MOST_SECONDS``.
     """
 
     folder: str
@@ -89,6 +100,8 @@ class Settings:
     is_module: bool = False
     by_hand: bool = False
     timed: bool = False
+    prints: bool = False
+    end: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -154,12 +167,16 @@ class Recorded:
         batch_norms: whether a batch norm was in train mode in a recorded step.
         half: whether it has computed in half precision: an autocast was on, or a module has returned a tensor in half precision.
         failed: whether the run has ended with an error.
+        printed: the lines that it has printed.
+        end: where it has ended, as in :class:`Settings`.
     """
 
     steps: Sequence[Step]
     batch_norms: bool = False
     half: bool = False
     failed: bool = False
+    printed: list[Printed] = field(default_factory=list)
+    end: list[int] = field(default_factory=list)
 
 
 class Enough(SystemExit):
@@ -168,7 +185,8 @@ class Enough(SystemExit):
 
 def recorded_in(folder: Path, failed: bool = False) -> Recorded:
     """What a run has recorded in ``folder``; ``failed`` says whether the run ended with an error."""
-    return Recorded(Steps(folder), (folder / BATCH_NORMS).exists(), (folder / HALF).exists(), failed)
+    end = json.loads((folder / END).read_text()) if (folder / END).exists() else []
+    return Recorded(Steps(folder), (folder / BATCH_NORMS).exists(), (folder / HALF).exists(), failed, printed_in(folder), end)
 
 
 @contextmanager
@@ -178,8 +196,11 @@ def recorded(settings: Settings) -> Iterator[None]:
     A single process is also seeded here, and writes to scratch. On several ranks, their scope has done both.
     """
     timer = _Timer(settings) if settings.timed else None
-    interceptors: list[Interceptor] = [timer or _Recorder(settings)]
+    recorder = _Recorder(settings)
+    interceptors: list[Interceptor] = [timer or recorder]
     with ExitStack() as around:
+        if settings.prints:
+            around.callback(recorder.close)
         if settings.by_hand:
             interceptors.append(_ByHand())
         if world_size() == 1:
@@ -191,6 +212,8 @@ def recorded(settings: Settings) -> Iterator[None]:
         around.enter_context(nullcontext() if settings.timed else _sums_in_one_order())
         around.enter_context(intercepting(interceptors, "__main__"))
         around.enter_context(installed([] if settings.dropout else _no_dropout()))
+        if settings.prints and rank() == 0:
+            around.enter_context(prints_recorded(Path(settings.folder)))
         yield
         if timer is not None:
             timer.end()
@@ -250,6 +273,9 @@ class _Recorder(Interceptor):
         self._draws: Any = None  # where the streams were after the last batch or backward
         self._step: Step | None = None
         self._half = False
+        self._recorded_all = 0.0  # the time of the last step that is recorded
+        self._epoch = self._further = 0  # the number of passes by then, and of batches since the last step
+        self._ended = self._stepping = False
         self._begin()
 
     def _begin(self) -> None:
@@ -257,8 +283,10 @@ class _Recorder(Interceptor):
         self._drew_reading = self._drew_training = False
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        self._modules.add(module)
         outputs = original(*args, **kwargs)
+        if self._recorded_all:
+            return outputs
+        self._modules.add(module)
         self._half = self._half or any(each.dtype in HALVES for each in _tensors(outputs))
         return outputs
 
@@ -272,6 +300,9 @@ class _Recorder(Interceptor):
 
     def _drawn(self, batch: Any, drew: bool) -> None:
         self._end_if_done()
+        if self._recorded_all:
+            self._further += 1
+            return
         self._read += 1
         values = [each.detach().double().nan_to_num(0, 0, 0) for each in _tensors(batch)]
         data = sum(float(each.sum()) for each in values), sum(float(each.square().sum()) for each in values)
@@ -279,6 +310,9 @@ class _Recorder(Interceptor):
         self._draws = _state_of_draws()
 
     def backward(self, call: Backward) -> None:
+        if self._recorded_all:
+            call.run()
+            return
         self._half |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # that of a decorator is on in its function
         if (batch := self._batch) is not None:
             self._batch = None
@@ -293,7 +327,10 @@ class _Recorder(Interceptor):
         self._draws = self._draws and _state_of_draws()
 
     def step(self, optimizer: Optimizer) -> None:
-        self._end_if_done()
+        self._end_if_done(at_step=True)
+        self._stepping = True
+        if self._recorded_all:
+            return
         parameters = list(parameters_of(optimizer))
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next_number)
@@ -312,16 +349,19 @@ class _Recorder(Interceptor):
         )
 
     def stepped(self, optimizer: Optimizer) -> None:
-        if self._step is None:  # an inner step, of a base class or of another optimizer, is recorded in its place
+        if not self._stepping:  # an inner step, of a base class or of another optimizer, is recorded in its place
             return
-        step, self._step = self._step, None
+        self._stepping = False
+        self._steps, self._further = self._steps + 1, 0
+        if (step := self._step) is None:
+            return
+        self._step = None
         step.after = [_sampled(p) for p in parameters_of(optimizer)]
         mine = [self._samples, *self._data, int(self._drew_reading), int(self._drew_training)]
         step.samples, *step.data, reading, training = summed("reduce_sum", mine, group_for("reduce_sum"))
         step.passes, step.read, step.batches = self._passes, self._read, self._batches
         step.draws_reading, step.draws_training = reading > 0, training > 0
         self._begin()
-        self._steps += 1
         if rank() == 0:
             folder = Path(self._settings.folder)
             with passing():
@@ -330,12 +370,38 @@ class _Recorder(Interceptor):
                     (folder / BATCH_NORMS).touch()
                 if self._half:
                     (folder / HALF).touch()
+        if self._steps == self._settings.steps and self._settings.prints:
+            self._recorded_all, self._epoch = time.perf_counter(), self._passes
         self._end_if_done()
 
-    def _end_if_done(self) -> None:
-        """End the script if all steps are recorded; if it has caught :class:`Enough`, end it again."""
-        if self._steps == self._settings.steps:
-            raise Enough(0)
+    def _end_if_done(self, at_step: bool = False) -> None:
+        """End the script if all steps are recorded; if it has caught :class:`Enough`, end it again.
+
+        To record what it prints, it goes on to the next step, and if loaders are read, to the first step of another pass.
+        """
+        if self._steps < self._settings.steps:
+            return
+        if self._settings.prints and not self._ended:
+            end = self._settings.end
+            if end:
+                self._ended = [self._steps, self._further] >= end if len(end) > 1 else at_step and self._steps >= end[0]
+            else:
+                late = time.perf_counter() - self._recorded_all > MOST_SECONDS
+                self._ended = late or (at_step and (not self._passes or self._passes > self._epoch))
+                if self._ended:
+                    self._write_end([] if at_step else [self._further])
+            if not self._ended:
+                return
+        raise Enough(0)
+
+    def _write_end(self, further: Sequence[int] = ()) -> None:
+        with passing():
+            Path(self._settings.folder, END).write_text(json.dumps([self._steps, *further]))
+
+    def close(self) -> None:
+        """The script has ended."""
+        if rank() == 0 and not self._ended:
+            self._write_end()
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """The longest name of each of ``parameters`` in the modules that have been called; without one, its position in ``parameters``."""

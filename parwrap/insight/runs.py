@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from parwrap.errors import ParwrapError, UsageError
+from parwrap.errors import ParwrapError, UsageError, counted
 from parwrap.insight.recording import PRECISELY, Settings
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.plan import command_parser, look_for, unknown_option
@@ -30,6 +31,10 @@ NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir"
 TRACEBACK, MOST_LINES = "Traceback (most recent call last):", 30
 REFUSED = "parwrap.run: "
 """How the error begins with which ``parwrap run`` refuses a command line."""
+
+
+CLEAR = "\033[K"
+"""Clears the rest of a terminal's line."""
 
 
 class Asked(NamedTuple):
@@ -128,10 +133,30 @@ def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, scrip
     precisely = {} if settings.timed else PRECISELY
     environ = {"PYTHONHASHSEED": "0", **precisely, **os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1"}
     output = folder / "said"
-    with output.open("wb") as said:
-        run = subprocess.run(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+    with output.open("wb") as said, subprocess.Popen(command, env=environ, stdout=said, stderr=said, stdin=subprocess.DEVNULL) as run:
+        try:
+            _show_steps(run, f"{folder.name}, {counted(ranks, 'rank')}", settings, folder)
+            run.wait()
+        except BaseException:
+            run.kill()
+            raise
     shown = output.read_text(errors="replace")
     last = shown.splitlines()[-1:]
     if run.returncode == 2 and last and last[0].startswith(REFUSED):
         raise UsageError(last[0].removeprefix(REFUSED))
     return Run(folder, run.returncode, shown)
+
+
+def _show_steps(run: subprocess.Popen, name: str, settings: Settings, folder: Path) -> None:
+    """Until ``run`` ends, show on a terminal how many steps it has recorded."""
+    if not sys.stderr.isatty():
+        return
+    steps = -1
+    while run.poll() is None:
+        if (now := len(list(folder.glob("step-*.pt")))) != steps and not settings.timed:
+            steps = now
+            bar = "#" * (20 * steps // settings.steps)
+            after = ", to the end of the epoch" if steps == settings.steps and settings.prints else ""
+            print(f"\r{CLEAR}{name} [{bar:20}] {steps} of {settings.steps} steps{after}", end="", file=sys.stderr, flush=True)
+        time.sleep(0.1)
+    print(f"\r{CLEAR}", end="", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from parwrap.decorators.sync_bn import sync_bn
 from parwrap.errors import UsageError, counted
 from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
-from parwrap.insight.comparison import Comparison, compared, compared_with_ddp
+from parwrap.insight.comparison import Comparison, compared, compared_with_ddp, with_prints
 from parwrap.insight.recording import PRECISELY, Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
 from parwrap.ranks.environment import environment
@@ -37,9 +37,10 @@ usage: parwrap verify [options] train.py [its options]
   parwrap verify --steps 100 --no-dropout train.py     turns dropout off in both
   parwrap verify --nproc-per-node 4 --json train.py    4 ranks; prints JSON
 
-Runs the script, unchanged, on one process and on several ranks, and compares what is trained after every step. Exits with 0 if the
-weights are equal up to rounding, and with 1 if not: then it names the first parameter that differs, and likely reasons. What the script
-writes and prints goes to scratch; programs that it starts write where they always do.
+Runs the script, unchanged, on one process and on several ranks, and compares what is trained after every step, and the numbers that
+rank 0 prints to the end of the epoch. Exits with 0 if they are equal up to rounding, and with 1 if not: then it names the first parameter
+or the first printed line that differs, and likely reasons. What the script writes and prints goes to scratch; programs that it starts
+write where they always do.
 
   --steps N           optimizer steps to compare; 20
   --nproc-per-node N  ranks of the second run; 2
@@ -83,7 +84,7 @@ def verify(
         seed: the seed of torch, numpy and Python.
 
     Returns:
-        The comparison. ``equal`` says whether the runs agree; as text it shows the first difference and its reasons.
+        The comparison. ``equal`` says whether weights and printed numbers agree; as text it shows the first difference and its reasons.
 
     Raises:
         UsageError: ``steps``, ``nprocs`` or ``tolerance`` is out of range; or the function took no step in one process.
@@ -107,9 +108,10 @@ def verify(
     said: list[str] = []
     with environment({IN_SCRATCH: "1", **PRECISELY}), job_folder() as folder:
 
-        def run(name: str, size: int, scopes: Sequence[ScopeDecorator]) -> Recorded:
+        def run(name: str, size: int, scopes: Sequence[ScopeDecorator], end: Sequence[int] = ()) -> Recorded:
             (folder / name).mkdir()
-            call = scoped(plain, [*scopes, *others, _Recording(Settings(str(folder / name), steps, seed, dropout))])
+            settings = Settings(str(folder / name), steps, seed, dropout, prints=True, end=list(end))
+            call = scoped(plain, [*scopes, *others, _Recording(settings)])
             failed = False
             try:
                 task = Task(functools.partial(_until_enough, call, args, kwargs), [], dict)
@@ -128,8 +130,12 @@ def verify(
                 "of torch.optim."
             )
         synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
-        several = run("several", nprocs, [distributed(**{"batch": "global", "seed": seed, **options}), *synchronized])
-        return compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
+        options = {"batch": "global", "seed": seed, **options}
+        several = run("several", nprocs, [distributed(**options), *synchronized], one.end or [len(one.steps)])
+        result = compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
+        result.mode = f"--batch {options['batch']}"
+        with_prints(result, one, several, lambda: run("again", 1, [], one.end or [len(one.steps)]), tolerance)
+        return result
 
 
 def _until_enough(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -184,6 +190,7 @@ def _against_ddp(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
 
 
 def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> Comparison:
+    settings = replace(settings, prints=True)
     run = run_in_scratch(1, asked.options, settings, asked.script, folder / "one")
     one = recorded_in(run.folder, run.failed)
     if one.failed:
@@ -193,12 +200,18 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
             f"{asked.script[0]} has ended without a step of an optimizer on one process: there is nothing to compare. Step with an "
             "optimizer of torch.optim."
         )
-    given = asked.arguments
+    given, settings = asked.arguments, replace(settings, end=one.end or [len(one.steps)])
     asks = hasattr(given, "sync_bn")
     around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asks else [])]
     run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
     several = recorded_in(run.folder, run.failed)
-    return compared(one, several, ranks, synchronized=one.batch_norms or asks, said=run.said, tolerance=given.tolerance)
+    result = compared(one, several, ranks, synchronized=one.batch_norms or asks, said=run.said, tolerance=given.tolerance)
+
+    def again() -> Recorded:
+        return recorded_in(run_in_scratch(1, asked.options, settings, asked.script, folder / "again").folder)
+
+    with_prints(result, one, several, again, given.tolerance)
+    return result
 
 
 def _refuse_numbers(steps: int, ranks: Any, tolerance: float | None) -> None:

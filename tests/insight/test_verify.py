@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from parwrap.insight.recording import Settings, recorded
 from parwrap.launching.reexec import FOR_RANKS
+from terminal import shown
 
 SCRIPT = """
 import pathlib, sys, torch
@@ -316,3 +317,51 @@ def test_a_decorator_that_asks_for_larger_batches_is_the_reason_and_accumulation
 
     assert 'a decorator in the script says batch="per_rank". Leave that out' in parwrap.verify(larger, steps=2).difference.reasons[0]
     assert parwrap.verify(accumulates, steps=2).equal
+
+
+PRINTS = """import time, torch
+from torch.utils.data import DataLoader, TensorDataset
+import parwrap
+torch.manual_seed(0)
+x = torch.randn(48, 3)
+loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(9):
+    start, right, total = time.time(), 0, 0.0
+    for features, labels in loader:
+        optimizer.zero_grad()
+        out = model(features)
+        loss = torch.nn.functional.cross_entropy(out, labels)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        right += (out.argmax(1) == labels).sum().item()
+    with torch.no_grad():
+        valid = sum((model(a).argmax(1) == b).sum().item() for a, b in loader)
+    print(f"epoch {epoch} loss {total / len(loader):.6f} valid {valid} {time.time() - start:.3f}s {time.time()}")
+    print("accuracy", right / 48)
+"""
+
+
+def test_a_printed_number_of_a_share_is_a_difference_with_its_line_and_ratio(verify):
+    run = verify(PRINTS, "--steps", "3", "--json")
+    found = json.loads(run.stdout)
+
+    assert (1, 3, None, 6) == (run.returncode, found["steps"], found["difference"], found["last_step"])
+    assert ("train.py:22", "about 1/2") == (found["printed"]["difference"]["place"], found["printed"]["difference"]["reasons"][0][:9])
+    assert (2, 1) == (found["printed"]["lines"], found["printed"]["differing"])  # the clock's number is not repeatable
+
+
+def test_a_script_whose_sums_are_of_all_ranks_prints_what_one_process_prints(verify):
+    run = verify(PRINTS.replace("right / 48", "parwrap.reduce_sum(right) / 48").replace(" {time.time()}", ""), "--steps", "3")
+
+    assert (0, True) == (run.returncode, run.stdout.startswith("equal to one process after 3 steps on 2 ranks: largest")), run.stdout
+    assert "compared, --batch global: weights after each step; numbers in 2 printed lines up to step 6\n" in run.stdout
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_bar_shows_the_steps_of_each_run(tmp_path, warm_python):
+    text = shown(warm_python, PRINTS, tmp_path, "verify", "--steps", "3", columns=100)
+
+    assert ("one, 1 rank [" in text, "several, 2 ranks [" in text, "of 3 steps" in text) == (True, True, True), text
