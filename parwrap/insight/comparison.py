@@ -114,8 +114,8 @@ class Comparison:
         numbers = f"numbers in {counted(lines.lines, 'printed line')}" if lines.lines else "no numbers are printed"
         said = [f"compared, {self.mode}: weights after each step; {numbers} up to step {self.last_step}{others}"]
         if (first := lines.difference) is not None:
-            more = f" ({lines.differing - 1} more lines of the script print other numbers)" if lines.differing > 1 else ""
-            said += [f"rank 0 prints other numbers than one process{more}: {first}", *_numbered(first.reasons)]
+            of = f"{lines.differing} of {counted(lines.lines, 'line')}"
+            said += [f"rank 0 prints other numbers than one process in {of}, first: {first}", *_numbered(first.reasons)]
         return "\n" + "\n".join(said)
 
 
