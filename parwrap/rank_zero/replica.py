@@ -210,7 +210,7 @@ class ReplicaFiles:
                 self._progress.count()
 
     def working_directory(self, original: Callable[[], str]) -> str:
-        return self._overlay.known_path(original())
+        return self._overlay.known_path(original()) if self._rules.open else original()
 
     def temporary_name(self, name: str) -> str:
         return self._rules.temporary_name(name)

@@ -77,12 +77,13 @@ def test_after_the_scope_every_rank_writes_by_itself(tmp_path):
     mine = tmp_path / str(rank())
     with files():
         mine.write_text("dropped")
-        opened_late = open
+        opened_late, folder_late = open, os.getcwd
     mine.write_text("kept")
     with opened_late(mine, "a") as file:  # the patched function, which a library may have got hold of
         file.write(" too")
 
     assert "kept too" == mine.read_text()
+    assert os.getcwd() == folder_late()
 
 
 @pytest.mark.ranks(2)
