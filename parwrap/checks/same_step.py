@@ -91,13 +91,14 @@ class SameStep:
         interrupts: the signals that this rank holds.
 
     Attributes:
+        work: compares the losses of the ranks.
         grows: whether, in the backward compared last, a rank got a gradient for a parameter that no set has.
         ending: whether this rank's function has ended.
         averages_since: when this rank's last backward began to wait for the averages, by ``time.perf_counter()``.
     """
 
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
-        self._passes, self._work, self._interrupts = passes, work, interrupts
+        self._passes, self.work, self._interrupts = passes, work, interrupts
         self.grows = self.ending = False
         self.averages_since = 0.0
         self._last: str | Place = "its start"
@@ -194,7 +195,7 @@ class SameStep:
         if isinstance(means, list):
             self._compare(numbers, means, place, training)
         else:
-            if loss is not None and self._watches_work(training, place):
+            if loss is not None and self.work.watches(place, training):
                 means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
             event = torch.cuda.Event()
             copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
@@ -238,20 +239,8 @@ class SameStep:
         self.grows = means[Entry.GROWS] > 0
         if means[Entry.INTERRUPTED] > 0:
             self._interrupts.release()
-        if self._watches_work(training, place):
-            innermost = self._passes.innermost
-            whole = () if innermost is None else (innermost.place, innermost.why_whole)
-            self._work.compare(place, mine[Entry.LOSS], means[Entry.LOSS], *whole)
-
-    def _watches_work(self, training: Pass | None, place: Place) -> bool:
-        """Whether to compare losses at ``place``.
-
-        Not on shares, where gathered features give equal losses; nor with per-rank draws; nor in an evaluation, where no optimizer steps.
-        """
-        if self._passes.draws_own or (training is not None and training.shared) or not self._work.watches(place):
-            return False
-        innermost = self._passes.innermost
-        return innermost is None or innermost.trains or innermost.trained
+        if self.work.watches(place, training):
+            self.work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
 
     def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:
         """Words for an error: in which backward this rank is, and in which the others are. Pages may show the same line for all."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parwrap.loop.one_pass import Pass
+from parwrap.loop.passes import Passes
 from parwrap.places import Place
 
 __all__ = ["WHOLE_WORK", "SameWork"]
@@ -21,39 +23,59 @@ class SameWork:
     """Compares this rank's loss with the mean over the ranks in the first steps of each line that calls ``backward``.
 
     Args:
+        passes: the open passes.
         say: prints a line on rank 0.
-
-    >>> work = SameWork(print)
-    >>> for loss in (0.5, 0.25, 0.125):
-    ...     work.compare(Place("train.py", 9), loss, loss)
-    all ranks compute the same losses at train.py:9: each does the whole work, which is right but no faster than one process. ...
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
+        self._passes, self._say = passes, say
         self._seen: dict[Place, list[bool]] = {}
-        self._said = False
+        self._done = False
 
-    def watches(self, place: Place) -> bool:
-        """Whether losses at the line ``place`` are still compared."""
-        return not self._said and len(self._seen.get(place, ())) < STEPS
+    def gathers(self) -> None:
+        """Note that losses are those of all ranks' features, which are equal although the work is not: compare no more."""
+        self._done = True
 
-    def compare(self, place: Place, loss: float, mean: float, pass_at: Place | None = None, why_whole: str = "") -> None:
+    def watches(self, place: Place, training: Pass | None) -> bool:
+        """Whether to compare losses at the line ``place``, in the training pass ``training``.
+
+        Not on shares, where the loss of gathered features may be equal; nor in an evaluation, where no optimizer steps.
+        """
+        if self._done or (training is not None and training.shared) or len(self._seen.get(place, ())) >= STEPS:
+            return False
+        innermost = self._passes.innermost
+        return innermost is None or innermost.trains or innermost.trained
+
+    def compare(self, place: Place, loss: float, mean: float) -> None:
         """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks.
 
-        If they are equal in the first steps of a line, say once that all ranks compute the same: because of ``why_whole`` if the step is in
-        a pass at ``pass_at`` that every rank reads whole.
+        If they are equal in the first steps of a line, say once that all ranks compute the same, why, and what changes it.
         """
         seen = self._seen.setdefault(place, [])
         seen.append(loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean))
         if len(seen) == STEPS and all(seen):
-            self._said = True
-            remedy = (
-                f"Every rank reads everything in the pass at {pass_at}: {why_whole}. parwrap.shard(loader) gives each rank a share in "
-                "every pass; a loop that has trained gets shares from its next pass on"
-                if why_whole
-                else "parwrap.shard(loader) gives each rank a share of a loader; "
-                'draws="per_rank" (--draws per-rank) gives each rank random batches of its own, in a loop that draws its batches by hand'
-            )
+            self._done = True
             what = f"{WHOLE_WORK}, which is right but no faster than one process"
-            self._say(f"all ranks compute the same losses at {place}: {what}. {remedy}")
+            self._say(f"all ranks compute the same losses at {place}: {what}. {self._why()}")
+
+    def _why(self) -> str:
+        """Why the ranks compute the same, and what changes it."""
+        innermost = self._passes.innermost
+        if innermost is not None and innermost.why_whole:
+            return (
+                f"Every rank reads everything in the pass at {innermost.place}: {innermost.why_whole}. parwrap.shard(loader) gives each "
+                "rank a share in every pass; a loop that has trained gets shares from its next pass on"
+            )
+        if innermost is not None:
+            return f"parwrap.replicate(loader) lets every rank read everything in the pass at {innermost.place}: remove it for shares"
+        read = self._passes.whole_at
+        from_loader = f"If the batches come from the loader read at {read}, parwrap.shard(loader) gives shares" if read else ""
+        if self._passes.draws_own:
+            why = (
+                'No loader is open there, and with draws="per_rank" ranks draw alike until the first backward, such as an order of batches'
+            )
+            remedy = "Draw it after the first backward, or from a generator that is seeded with parwrap.rank()"
+        else:
+            why = "No loader is open there, and ranks draw alike"
+            remedy = 'draws="per_rank" (--draws per-rank) gives each rank random batches of its own, if the loop draws its batches by hand'
+        return ". ".join(each for each in (why, remedy, from_loader) if each)

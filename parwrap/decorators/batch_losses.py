@@ -122,9 +122,10 @@ def _from_all_ranks(x: torch.Tensor) -> torch.Tensor:
             "parwrap.gather_with_grad() runs in a checkpoint that is recomputed in the backward pass, where ranks wait for each other's "
             "gradients: call it outside of the checkpointed part."
         )
-    passes = open_passes()
-    if passes is not None and passes.is_stand_in(len(x)):
-        x = x[:0]
+    if (loop := open_loop()) is not None:
+        loop.same_step.work.gathers()
+        if loop.passes.is_stand_in(len(x)):
+            x = x[:0]
     requires_grad = x.requires_grad and torch.is_grad_enabled()
     rows = _agreed_rows(x, requires_grad, group)
     if not requires_grad:

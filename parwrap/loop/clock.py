@@ -27,7 +27,7 @@ class Clock:
         data: how long training passes have waited for their batches.
         averages: how long backwards have waited for the average gradients since the first training pass began; 0 on a GPU.
         samples: the number of samples in this rank's parts of training batches.
-        epochs: how often each line has read a training pass to its end.
+        epochs: how many passes of each line have trained, without those of a single batch that a loop begins for every step.
     """
 
     begin: float = 0.0

@@ -161,10 +161,10 @@ class Passes:
             if closed.exhausted or not closed.is_read:  # else the script drops an iterator that it has held for nothing
                 self.note_modes(closed)
             self.steps.ends(closed)
+            self.clock.epochs[closed.place] += closed.trained and (closed.exhausted or closed.drawn > 1)
             if closed.trains:
                 self._read_since.append(closed)
                 self._last_training, self._steps_ahead = (closed, _steps_ahead(closed)) if closed.untrained else (None, 0)
-                self.clock.epochs[closed.place] += closed.exhausted
                 if closed.exhausted and not closed.drawn:
                     self.empty_at = closed.place
             self._find_training()

@@ -185,8 +185,8 @@ def test_ranks_that_compute_the_same_are_told_so_once(capfd):
     said = capfd.readouterr().err.splitlines()
     expected = [
         f"parwrap: all ranks compute the same losses at {line}: each does the whole work, which is right but no faster than one process. "
-        'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives each rank random batches of '
-        "its own, in a loop that draws its batches by hand"
+        'No loader is open there, and ranks draw alike. draws="per_rank" (--draws per-rank) gives each rank random batches of its own, if '
+        "the loop draws its batches by hand"
     ]
 
     assert (expected if parwrap.rank() == 0 else []) == said
@@ -321,21 +321,77 @@ def test_weights_that_differ_by_rounding_at_the_first_backward_are_rank_zeros_si
     assert torch.equal(start, model.weight)
 
 
+def orders_drawn_once(x, rng):
+    """Batches in an order that is drawn at the first one, before any backward."""
+    order = rng.permutation(len(x))
+    while True:
+        for at in range(0, len(x), 4):
+            yield x[order[at : at + 4]]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("options", "is_said"), [({}, True), ({"draws": "per_rank"}, False)])
-def test_equal_losses_are_not_named_where_each_rank_draws_its_own(capfd, options, is_said):
+@pytest.mark.parametrize(
+    ("options", "seed", "said"),
+    [
+        ({}, None, 'ranks draw alike. draws="per_rank"'),
+        (
+            {"draws": "per_rank"},
+            None,
+            "draw alike until the first backward, such as an order of batches. Draw it after the first backward",
+        ),
+        ({"draws": "per_rank"}, "parwrap.rank()", ""),
+    ],
+    ids=["as it is", "a remedy that does not help", "the remedy that the line names"],
+)
+def test_ranks_are_told_that_they_compute_the_same_until_a_remedy_works(capfd, options, seed, said):
+    x = torch.randn(64, 4)
+
     @parwrap.distributed(**options)
     def run():
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        batches = orders_drawn_once(x, np.random.default_rng(seed and parwrap.rank()))
         for _ in range(5):
             optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().mean().backward()
+            model(next(batches)).square().mean().backward()
             optimizer.step()
 
     run()
 
-    assert (is_said and parwrap.rank() == 0) == ("same losses" in capfd.readouterr().err)
+    text = capfd.readouterr().err
+    assert ("same losses" in text) == (bool(said) and parwrap.rank() == 0)
+    assert said in text or parwrap.rank()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no optimizer yet", "no optimizer has been built. parwrap.shard(loader) gives"),
+        ("in eval mode", r"the model is in eval mode since test_weights_and_work.py:\d+. parwrap.shard(loader) gives"),
+        ("replicated", r"replicate(loader) lets every rank read everything in the pass at test_weights_and_work.py:\d+: remove it"),
+        ("a list of batches", r"come from the loader read at test_weights_and_work.py:\d+, parwrap.shard(loader) gives"),
+    ],
+)
+def test_ranks_that_compute_the_same_are_told_why(capfd, how, said):
+    @parwrap.distributed
+    def run():
+        loader, model, optimizer = DataLoader(data(12), batch_size=2), nn.Linear(4, 1), None
+        batches = list(loader) if how == "a list of batches" else parwrap.replicate(loader) if how == "replicated" else loader
+        if how != "no optimizer yet":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if how == "in eval mode":
+            model.eval()
+        for (x,) in batches:
+            optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    run()
+
+    text = capfd.readouterr().err
+    assert re.search(said.replace("(loader)", r"\(loader\)"), text) or parwrap.rank(), text
 
 
 @pytest.mark.ranks(2)

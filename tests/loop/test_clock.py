@@ -65,6 +65,30 @@ def test_the_last_line_says_what_was_trained_and_what_was_waited_for(said):
     assert others > 0
 
 
+EPOCHS = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(2, 1)
+loader = DataLoader(torch.ones(12, 2), batch_size=2)
+def epoch(most=9):
+    for index, x in enumerate(loader):
+        if index == most:
+            break
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+list(loader)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for most in (9, 2, 9):
+    epoch(most)
+    sum(model(x).sum() for x in loader)
+"""
+
+
+def test_an_epoch_is_a_pass_that_trained_whole_or_in_shares_and_read_to_its_end_or_not(said):
+    assert ", 3 epochs in " in said(EPOCHS).splitlines()[-1]
+
+
 WITHOUT_BACKWARD = """
 import torch
 from torch.utils.data import DataLoader
