@@ -9,18 +9,19 @@ pages also say which sets the last backwards averaged.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from parwrap.errors import LockstepError
+from parwrap.errors import LockstepError, counted
 from parwrap.ranks.platform import shared_memory
 
-__all__ = ["Page", "Positions", "State", "apart"]
+__all__ = ["Page", "Positions", "State", "apart", "what_parted"]
 
 SIZE = 512
 """Bytes of a page."""
@@ -31,16 +32,17 @@ RECENT = 4
 """The number of last backwards whose sets a page has. A host is never that many backwards ahead of its GPU: each reads the numbers of the
 one before."""
 
-NUMBERS = 7 + RECENT
+NUMBERS = 9 + RECENT
 """How many numbers of eight bytes a page has before its place: a sequence number, ``backwards``, ``state``, ``what`` and ``controls`` of
-:class:`Page`, the length of the place, ``sets``, and a checksum of all these but the state, which changes alone.
+:class:`Page`, the length of the place, ``sets``, a checksum of all these but the state, which changes alone, and the two numbers of
+``done``, which only errors read.
 
 The sequence number is odd while the others are written, so that a reader tries again; so it does where the checksum is another's, because
 not every processor shows writes in their order. Each number is written as a whole; ``struct.pack_into`` would write zeros first.
 """
 
-STATE, SETS, CHECKSUM, PLACE = 2, 6, NUMBERS - 1, 8 * NUMBERS
-"""Where a page has its state, its sets and its checksum, in words, and its place, in bytes."""
+STATE, SETS, CHECKSUM, DONE, PLACE = 2, 6, 6 + RECENT, 7 + RECENT, 8 * NUMBERS
+"""Where a page has its state, its sets, its checksum and ``done``, in words, and its place, in bytes."""
 
 ATTEMPTS = 1000
 """How often a reader tries again while a page is being written. The rank of the page may have died while writing."""
@@ -82,11 +84,11 @@ SENTENCES: dict[int, str] = {
 }
 
 
-def sentence(page: Page, place: str) -> str:
-    """The words that follow "rank 3" in an error: what the rank of ``page`` does at ``place``, or did there when it stopped."""
+def sentence(page: Page) -> str:
+    """The words that follow "rank 3" in an error: what the rank of ``page`` does, or did when it stopped."""
     words = SENTENCES.get(page.state) or SENTENCES[page.state - APART]
     stopped = ", and has stopped there" if page.state > APART else ""
-    return f"{words.format(place=place)} (backwards begun: {page.backwards}){stopped}"
+    return f"{words.format(place=page.place)} (backwards begun: {page.backwards}){stopped}"
 
 
 def _has_stopped(state: int) -> bool:
@@ -143,6 +145,52 @@ def _lets_wait(one: Page, another: Page) -> bool:
     return inside and one.controls < another.controls
 
 
+CALLED = re.compile(r"^parwrap\.|batch norm \d")
+"""What the place of a message has that the script causes, and not a check of parwrap."""
+
+ITS_END = "at its end, after"
+"""What the place of a rank's last message has, which it sends after its function has ended."""
+
+
+def what_parted(pages: Mapping[int, Page], done: Mapping[int, tuple[int, int]]) -> list[str]:
+    """Sentences for an error, after the places of the ranks: how far each has come in its pass, if that differs, and what to do.
+
+    Args:
+        pages: what each rank does.
+        done: how many backwards each rank has begun in its pass over a loader, and how many batches it has drawn.
+
+    >>> what_parted({0: Page(3), 1: Page(2)}, {0: (3, 4), 1: (2, 4)})[0]
+    'In its pass over a loader, rank 0 has begun 3 backwards on 4 batches, and rank 1 has begun 2 on 4.'
+    """
+    said = []
+    if len(set(done.values())) > 1:
+        (first, (backwards, batches)), *others = done.items()
+        each = [f"rank {first} has begun {counted(backwards, 'backward')} on {counted(batches, 'batch')}"]
+        each += [f"rank {rank} has begun {backwards} on {batches}" for rank, (backwards, batches) in others]
+        said.append(f"In its pass over a loader, {', '.join(each[:-1])}, and {each[-1]}.")
+    return [*said, f"{ALIKE} {_remedy(list(pages.values()), done)}"]
+
+
+ALIKE = "Every rank must run the same passes, backwards and steps."
+STOP = "If a rank decides by itself to stop or to skip, decide together: `if parwrap.any_rank(stop): break`."
+SKIP = "If a rank skips what others train on, decide together before the backward: `if parwrap.any_rank(skip): continue`."
+DRAW = "If the decision is random, draw it inside `with parwrap.same_draws():`."
+CALL = "What waits for all ranks, such as parwrap.gather or a synchronized batch norm, must run on every rank, not under `if rank == 0:`."
+
+
+def _remedy(pages: Sequence[Page], done: Mapping[int, tuple[int, int]]) -> str:
+    """What to do, what fits best first."""
+    if any(page.state == State.RAISED for page in pages):
+        return "A rank has raised an error: that is what to mend."
+    stopped = any(page.state == State.ENDED or ITS_END in page.place for page in pages)
+    other_sets = len({page.backwards for page in pages}) == 1 and all(page.state % APART not in MESSAGES for page in pages)
+    if not stopped and any(page.state % APART in MESSAGES and CALLED.search(page.place) for page in pages):
+        return f"{CALL} {STOP}"
+    if not stopped and (other_sets or len({batches for _, batches in done.values()}) == 1 < len(set(done.values()))):
+        return f"{SKIP} {DRAW}"
+    return f"{STOP} {DRAW}"
+
+
 class Positions:
     """The pages of the ranks of this node.
 
@@ -151,14 +199,22 @@ class Positions:
         rank: this rank among those of the node.
         ranks: the global ranks of the node's ranks, in their order on the node.
         alike: a function that returns whether to compare now. False after an interrupt, which ranks may handle in different ways.
+        done: a function that returns how many backwards this rank has run in its pass over a loader, and how many batches it has drawn.
 
     Attributes:
         opening: how many times this process has opened pages in ``folder`` before.
         mine: this rank's page, as it was written last; its state may have changed since.
     """
 
-    def __init__(self, folder: Path, rank: int, ranks: Iterable[int], alike: Callable[[], bool] = lambda: True) -> None:
-        self._rank, self._ranks, self._alike = rank, tuple(ranks), alike
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: Iterable[int],
+        alike: Callable[[], bool] = lambda: True,
+        done: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self._rank, self._ranks, self._alike, self._done = rank, tuple(ranks), alike, done
         self._others = [index for index in range(len(self._ranks)) if index != rank]
         self.opening = _openings[folder]
         _openings[folder] += 1
@@ -264,6 +320,7 @@ class Positions:
                 ``timeout`` seconds.
         """
         self._refuse_to_go_on()
+        self._write_done()
         deadline = time.monotonic() + timeout
         self._set(State.ENDED)
         since: float | None = None
@@ -311,17 +368,13 @@ class Positions:
 
     def error(self, why: str = "") -> LockstepError:
         """The error that says where all ranks of the node are, and ``why`` it is raised."""
-        lines = []
-        for index, rank in enumerate(self._ranks):
-            page = self._read(index)
-            lines.append(f"  rank {rank} {sentence(page, self._place(index))}")
+        self._write_done()
+        pages = {rank: self._read(index) for index, rank in enumerate(self._ranks)}
+        done = {rank: self._begun(index, pages[rank]) for index, rank in enumerate(self._ranks)}
+        pages = {rank: page._replace(place=self._place(index)) for index, (rank, page) in enumerate(pages.items())}
+        lines = [f"  rank {rank} {sentence(page)}" for rank, page in pages.items()]
         return LockstepError(
-            f"the ranks have come apart{f', because {why}' if why else ''}:\n"
-            + "\n".join(lines)
-            + (
-                "\nEvery rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide "
-                "together: `if parwrap.any_rank(stop): break`. If the decision is random, draw it inside `with parwrap.same_draws():`."
-            )
+            f"the ranks have come apart{f', because {why}' if why else ''}:\n" + "\n".join([*lines, *what_parted(pages, done)])
         )
 
     def _read(self, index: int) -> Page:
@@ -338,6 +391,11 @@ class Positions:
             time.sleep(0.001 * (attempt > 10))  # the other rank may wait for a core
         return page
 
+    def _begun(self, index: int, page: Page) -> tuple[int, int]:
+        """How many backwards rank number ``index`` of this node, with this ``page``, has begun in its pass, and its batches."""
+        backwards, batches = self._numbers[index * WORDS + DONE : index * WORDS + DONE + 2].tolist()
+        return backwards + (batches > 0 and page.state % APART in (BACKWARD, AVERAGES, State.INNER)), batches
+
     def _place(self, index: int) -> str:
         length = self._numbers[index * WORDS + 5]
         return self._memory[index * SIZE + PLACE : index * SIZE + PLACE + length].decode(errors="replace")
@@ -345,6 +403,10 @@ class Positions:
     def add_to_place(self, words: str) -> None:
         """Add ``words`` to what other ranks read as the place of this rank's last step."""
         self._write(self.mine._replace(place=self.mine.place + words))
+
+    def _write_done(self) -> None:
+        at = self._rank * WORDS + DONE
+        self._numbers[at], self._numbers[at + 1] = self._done()
 
     def _set(self, state: int) -> None:
         self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
@@ -363,6 +425,7 @@ class Positions:
                 numbers[number] = each
         numbers[at + CHECKSUM] = hash((numbers[at] + 1, page.backwards, page.what, page.controls, *sets))
         numbers[at] += 1
+        numbers[at + DONE], numbers[at + DONE + 1] = self._done()
         self.mine = page
 
     def close(self) -> None:

@@ -105,7 +105,13 @@ class SameStep:
         assert group.folder is not None
         ranks = group.world.node_ranks
         self._world = group.world
-        self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks, lambda: not interrupts.raised)
+        self.positions = Positions(
+            group.folder,
+            ranks.index(group.world.rank),
+            ranks,
+            lambda: not interrupts.raised,
+            lambda: passes.done,
+        )
         self._on_the_way: deque[_Exchanged] = deque()
 
     @contextmanager

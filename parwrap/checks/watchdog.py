@@ -80,7 +80,7 @@ def _compare_with_other_nodes(group: Group, positions: Positions, report: Callab
                 theirs = Page(*store.get(f"rank {following}", list))
                 if apart(mine, theirs) or apart(theirs, mine):
                     # the main thread is blocked in native code, so it cannot raise
-                    there = sentence(theirs, theirs.place)
+                    there = sentence(theirs)
                     why = f"rank {following} {there}, and rank {rank} can never meet it there. The ranks of this node"
                     report(f"{positions.error(why)}")
                     os._exit(1)

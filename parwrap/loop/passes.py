@@ -92,6 +92,7 @@ class Passes:
         self.steps = Steps(self._open)
         self.training: Pass | None = None
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
+        self._newest: Pass | None = None  # the training pass that the loop has begun last
         self._steps_ahead = 0  # how many steps still train on batches of that pass, because the loop has read ahead
         self._read_since: list[Pass] = []  # training passes that have ended since the last backward
         self._same_draws, self._unsent = 0, False
@@ -127,6 +128,11 @@ class Passes:
         return self.backwards if training is None or training.in_thread else training.backwards
 
     @property
+    def done(self) -> tuple[int, int]:
+        """How many backwards the loop has run in its last training pass, and how many batches it has drawn; zeros before the first one."""
+        return (0, 0) if self._newest is None else (self._newest.backwards, self._newest.drawn)
+
+    @property
     def in_weighted_batch(self) -> bool:
         """Whether the loop is at a batch whose parts on the ranks have weights, and not in an inner pass that reads everything."""
         training = self.training or self._last_training
@@ -143,6 +149,7 @@ class Passes:
         self.note_modes(opened)
         if opened.trains:
             self.clock.began_pass()
+            self._newest = self._newest if opened.in_thread else opened
         self._unsent = self._unsent or bool(opened.data)
 
     def is_open(self, opened: Pass) -> bool:

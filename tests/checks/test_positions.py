@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from parwrap.checks.positions import APART, SIZE, WORDS, Page, State, apart
+from parwrap.checks.positions import APART, SIZE, WORDS, Page, State, apart, what_parted
 from parwrap.errors import LockstepError
 
 RUNS, BACKWARD, CONTROL, ENDED, RAISED, AVERAGES, INNER = State
@@ -78,9 +78,45 @@ def test_the_error_says_where_all_ranks_of_the_node_are(pages):
         "the ranks have come apart:\n"
         "  rank 0 is in parwrap.reduce_sum at train.py:52 (backwards begun: 0)\n"
         "  rank 1 is in the backward at train.py:40 (backwards begun: 1)\n"
-        "Every rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide together: "
-        "`if parwrap.any_rank(stop): break`. If the decision is random, draw it inside `with parwrap.same_draws():`."
+        "Every rank must run the same passes, backwards and steps. What waits for all ranks, such as parwrap.gather or a synchronized "
+        "batch norm, must run on every rank, not under `if rank == 0:`. If a rank decides by itself to stop or to skip, decide together: "
+        "`if parwrap.any_rank(stop): break`."
     ) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "done", "expected"),
+    [
+        (
+            Page(4, BACKWARD),
+            Page(3, ENDED),
+            ((4, 4), (3, 4)),
+            "In its pass over a loader, rank 0 has begun 4 backwards on 4 batches, and rank 1 ",
+        ),
+        (Page(4, BACKWARD), Page(3, ENDED), ((4, 4), (4, 4)), "If a rank decides by itself to stop or to skip"),
+        (
+            Page(4, BACKWARD),
+            Page(3, CONTROL, place="a check at its end, after train.py:9"),
+            ((4, 4), (4, 4)),
+            "If a rank decides by itself to",
+        ),
+        (Page(4, RUNS), Page(3, BACKWARD), ((4, 5), (3, 5)), "If a rank skips what others train on"),
+        (Page(4, BACKWARD, 7), Page(4, BACKWARD, 8), ((4, 4), (4, 4)), "If a rank skips what others train on"),
+        (
+            Page(4, CONTROL, 7, place="parwrap.gather at train.py:9"),
+            Page(4, CONTROL, 8),
+            ((4, 4), (4, 4)),
+            "What waits for all ranks, such as parwrap.gather",
+        ),
+        (Page(4, BACKWARD), Page(3, RAISED), ((4, 4), (4, 4)), "A rank has raised an error"),
+    ],
+)
+def test_the_error_says_what_parted_and_then_what_to_do(one, other, done, expected):
+    said = what_parted({0: one, 1: other}, dict(enumerate(done)))
+
+    assert len(said) == 1 + (done[0] != done[1])
+    begins = said[0] if done[0] != done[1] and expected.startswith("In") else said[-1].partition("backwards and steps. ")[2]
+    assert begins.startswith(expected), said
 
 
 def test_a_rank_whose_gpu_still_averages_another_set_is_found(pages):

@@ -62,17 +62,16 @@ EVALUATES = "for each in loader: loss_of(model, each)"
 
 
 @pytest.mark.parametrize(
-    ("odd", "epochs"),
+    ("odd", "epochs", "said"),
     [
-        (STOPS, 1),
-        pytest.param(STOPS, 2, marks=pytest.mark.slow),
-        pytest.param(SKIPS, 2, marks=pytest.mark.slow),
-        (TRAINS_ANOTHER, 2),
-        pytest.param(EVALUATES, 2, marks=pytest.mark.slow),
+        (STOPS, 1, "If a rank decides by itself to stop or to skip, decide together: `if parwrap.any_rank(stop): break`."),
+        pytest.param(STOPS, 2, "`if parwrap.any_rank(stop): break`.", marks=pytest.mark.slow),
+        (TRAINS_ANOTHER, 2, "before the backward: `if parwrap.any_rank(skip): continue`. If the decision is random, "),
+        pytest.param(EVALUATES, 2, "`if parwrap.any_rank(", marks=pytest.mark.slow),
     ],
-    ids=["it stops", "it stops an epoch", "it skips a batch", "it trains another model", "it evaluates by itself in train mode"],
+    ids=["it stops", "it stops an epoch", "it trains another model", "it evaluates by itself in train mode"],
 )
-def test_ranks_that_come_apart_end_with_both_places_and_the_remedy(tmp_path, parwrap_run, script, odd, epochs):
+def test_ranks_that_come_apart_end_with_both_places_and_the_remedy(tmp_path, parwrap_run, script, odd, epochs, said):
     path = train(script, odd, epochs)
     began = time.monotonic()
     status, stdout, stderr = parwrap_run("--nproc-per-node", "2", path)
@@ -85,8 +84,17 @@ def test_ranks_that_come_apart_end_with_both_places_and_the_remedy(tmp_path, par
             stderr
         )
     assert f"train.py:{STEP} " in stderr
-    assert "decide together: `if parwrap.any_rank(stop): break`." in stderr
+    assert said in stderr
     assert ["finally-0", "finally-1"] == finals(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_a_batch_is_told_how_many_each_has_drawn(parwrap_run, script):
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", train(script, SKIPS))
+
+    assert 1 == status
+    assert re.search(r"in backward 4 of its pass, rank \d has drawn [45] batches, the other rank [45]\.", stderr), stderr
+    assert "`if parwrap.any_rank(bad): continue`" in stderr
 
 
 NORMALIZES = """
