@@ -125,7 +125,7 @@ class distributed(ScopeDecorator):
         lr: ``"linear"`` or ``"sqrt"``: multiplies the learning rate of each step by the number of ranks, or its square root, because the
             global batch is that much larger. ``param_groups`` and schedules are unchanged.
         loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. It decides the weights of ranks whose parts differ
-            in size. With ``batch="global"``, a sum is summed over the ranks.
+            in size. With ``batch="global"``, a sum is summed over ranks that read shares.
         draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
             each draws its own from the first backward on, for loops that draw their batches by hand.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` also deals the optimizer's state out

@@ -29,18 +29,20 @@ UNWEIGHTED = Batch(0, 1.0)
 """The batch of a pass whose batches have no weights."""
 
 
-def loss_factor(weight: float, size: int, options: Options) -> float:
+def loss_factor(weight: float, size: int, options: Options, whole: bool = False) -> float:
     """The factor of a batch's loss on ``size`` ranks, besides ``weight``; 1.0 if the loss is a mean.
 
     A sum already grows with the samples, so the factor cancels ``weight``. With ``batch="global"``, the factor also makes a sum over ranks
-    of the mean over ranks.
+    of the mean over ranks, unless every rank reads the ``whole`` batch.
 
     >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
     (1.0, 2.5)
+    >>> loss_factor(1.0, 2, Options(loss="sum", batch="global"), whole=True)
+    1.0
     """
     if options.loss == "mean" or not weight:
         return 1.0
-    return (size if options.batch == "global" else 1) / weight
+    return (size if options.batch == "global" and not whole else 1) / weight
 
 
 @contextmanager
@@ -131,6 +133,12 @@ class Passes:
     def done(self) -> tuple[int, int]:
         """How many backwards the loop has run in its last training pass, and how many batches it has drawn; zeros before the first one."""
         return (0, 0) if self._newest is None else (self._newest.backwards, self._newest.drawn)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the loop's batch is the same on every rank: it is of no share, and ranks draw alike."""
+        training = self.training or self._last_training
+        return not (self.draws_own or (training is not None and training.shared))
 
     @property
     def in_weighted_batch(self) -> bool:

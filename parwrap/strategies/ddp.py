@@ -77,7 +77,7 @@ class DDP(OneModel):
 
         # how much does this rank's part of the batch count?
         weight = self._weight(call)
-        scale = weight * loss_factor(weight, loop.group.world.size, loop.options())
+        scale = weight * loss_factor(weight, loop.group.world.size, loop.options(), loop.passes.reads_whole)
         if self._local:
             self._sites.runs_locally()
             loop.divisors.weigh(call)

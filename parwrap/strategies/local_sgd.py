@@ -102,7 +102,7 @@ class LocalSGD(DDP):
         weight = self._weight(call)
         self._batches.append(weight)
         loop.divisors.weigh(call)
-        factor = loss_factor(weight, loop.group.world.size, loop.options()) if weight else 0.0
+        factor = loss_factor(weight, loop.group.world.size, loop.options(), loop.passes.reads_whole) if weight else 0.0
         call.times(factor).run()
 
     # steps

@@ -177,7 +177,7 @@ class ParameterServer(OneModel):
             self._register()
         weight = self._weight(call)
         root, added = loop.losses.root(call), loop.divisors.weigh(call)
-        scale = weight * loss_factor(weight, self._group.world.size, loop.options())
+        scale = weight * loss_factor(weight, self._group.world.size, loop.options(), loop.passes.reads_whole)
         loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale
         call.times(scale).run()
         if root is not None and self._staleness == 0:

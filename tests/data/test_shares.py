@@ -584,6 +584,26 @@ def test_a_loss_that_is_a_sum_is_summed_over_a_global_batch_and_averaged_over_jo
     assert expected == pytest.approx(actual, abs=1e-12)
 
 
+@pytest.mark.ranks(2)
+def test_a_loss_that_is_a_sum_is_not_summed_over_ranks_that_read_everything():
+    def built_late():
+        model, optimizer = nn.Linear(2, 1).double(), None
+        nn.init.constant_(model.weight, 0.5), nn.init.zeros_(model.bias)
+        for _ in range(3):
+            for x, y in BUILDS["in order"](64, 16):
+                optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.001)  # so the first pass is whole
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+                optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    expected = alone(built_late)
+    with parwrap.distributed(batch="global", loss="sum"):
+        actual = built_late()
+
+    assert expected == pytest.approx(actual, abs=1e-12)
+
+
 class WithBadSamples(Dataset):
     """Numbers, some of which cannot be read."""
 
