@@ -19,7 +19,9 @@ TORCH, PYTHON = "2.13", "3.11"
 
 LIBRARIES = [
     *("transformers", "accelerate", "datasets", "lightning", "skorch", "scikit-learn", "pytorch-ignite", "sentence-transformers"),
-    *("peft", "poutyne"),
+    *("peft", "poutyne", "pytorch-widedeep", "deepctr-torch", "pytorch-accelerated", "pytorch-tabnet", "pytorch-metric-learning"),
+    *("torch-geometric", "timm", "schedulefree", "hydra-core", "tensorboard", "mlflow-skinny", "optuna", "pyro-ppl", "fastai"),
+    "stable-baselines3",
 ]
 """Those that ``tests/libraries`` trains with. Nothing else installs them, so there these tests are skipped."""
 

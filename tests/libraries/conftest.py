@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class Run(NamedTuple):
         results: the numbers that it has printed, one dict a line.
         read: how many samples of each training pass a rank has read.
         weights: the state dict that it has saved.
-        files: the files that it has left.
+        files: the files that it has left; what their names draw or read from the clock is ``#``.
         errors: what it has written to stderr.
     """
 
@@ -44,7 +45,8 @@ def run(command: list[str], folder: Path) -> Run:
     assert ended.returncode == 0, ended.stderr
     lines = [json.loads(line.partition(" ")[2]) for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     read = [line.pop("read") for line in lines if "read" in line]
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    drawn = re.compile(r"(?<=tfevents\.).*|[0-9a-f]{32}|\d{10}\.\d+")
+    files = sorted(drawn.sub("#", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file())
     return Run(lines, read, torch.load(folder / "final.pt"), files, ended.stderr)
 
 
@@ -52,10 +54,10 @@ def run(command: list[str], folder: Path) -> Run:
 def compared(tmp_path: Path) -> Callable[..., tuple[Run, Run]]:
     """A function that runs a script alone and on 2 ranks, and compares what both print, train and leave."""
 
-    def compare(name: str, *arguments: str) -> tuple[Run, Run]:
+    def compare(name: str, *arguments: str, options: Sequence[str] = ()) -> tuple[Run, Run]:
         script = [str(SCRIPTS / f"{name}.py"), *arguments]
         alone = run([sys.executable, *script], tmp_path / "alone")
-        parwrap = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", "2", "--batch", "global"]
+        parwrap = [sys.executable, "-m", "parwrap", "run", "--nproc-per-node", "2", "--batch", "global", *options]
         together = run([*parwrap, *script], tmp_path / "together")
 
         assert alone.results
