@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward, Criterion
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.loop.losses import counts_samples, leading_sizes
+from parwrap.loop.losses import counts_samples, is_counted, leading_sizes
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
 from parwrap.places import script_place
@@ -80,6 +80,8 @@ class Divisors(Interceptor):
     def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
         if not self.weighs_criterions() or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
             return loss
+        if is_counted(loss):
+            return loss  # for a subclass of tensors, torch calls the function again
         mean_loss = _MeanLoss(call)
         result = cast(torch.Tensor, _Weighted.apply(loss, mean_loss))
         counts_samples(result)

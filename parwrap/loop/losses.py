@@ -8,14 +8,17 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.torch_private.autograd import input_metadata, saved_sparse, view_base
 
-__all__ = ["Losses", "counts_samples", "is_part_of_mean", "leading_sizes", "reached", "reenters", "sparsely_used"]
+__all__ = ["Losses", "counts_samples", "is_counted", "is_part_of_mean", "leading_sizes", "reached", "reenters", "sparsely_used"]
+
+ALIAS = "AliasBackward0"
+"""What makes a tensor's result one of the tensor's subclass: a view, for autograd."""
 
 VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 
@@ -38,6 +41,18 @@ def counts_samples(loss: torch.Tensor) -> None:
     """Note that ``loss`` is this rank's part of a mean over the samples of all ranks, whatever weight its batch has."""
     if loss.grad_fn is not None:
         cast(Any, loss.grad_fn).metadata[COUNTED] = True
+
+
+def is_counted(loss: torch.Tensor) -> bool:
+    """Whether :func:`counts_samples` has noted ``loss``, or the plain tensor of which a subclass has made it.
+
+    >>> loss = torch.nn.Parameter(torch.ones(2)).sum() * 2
+    >>> counts_samples(loss)
+    >>> is_counted(loss), is_counted(loss * 2)
+    (True, False)
+    """
+    node: Any = loss.grad_fn
+    return node is not None and COUNTED in (node.next_functions[0][0] if node.name() == ALIAS else node).metadata
 
 
 def is_part_of_mean(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
@@ -113,6 +128,12 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge], without: Callable[[An
                 nodes.append(following)
 
 
+def _shares_memory(loss: torch.Tensor) -> bool:
+    """Whether ``loss`` is a view of a tensor of another shape, or of a leaf."""
+    base = view_base(loss)
+    return base is not None and not (cast(Node, loss.grad_fn).name() == ALIAS and base.shape == loss.shape and base.grad_fn is not None)
+
+
 class _Origin(NamedTuple):
     """A loss from which a scalar was computed, and the factor between them."""
 
@@ -151,11 +172,11 @@ class Losses(Interceptor):
         """Write ``mean`` into ``root``, and what follows from it into the losses that a scaler or a division has changed to get ``root``.
 
         Nothing is written if the graph is kept, because a second backward may need the value. Leaves are not written, and neither are
-        views, because they share memory with other numbers.
+        views, because they share memory with other numbers. A loss of a subclass of tensors is a view of one plain number: it is written.
         """
         if call.keeps_graph:
             return
         origins = self._origins.get(root, ()) if self._origins else ()
         for loss, factor in [(root, 1.0), *((each.loss(), each.factor) for each in origins)]:
-            if loss is not None and loss.grad_fn is not None and view_base(loss) is None:
+            if loss is not None and loss.grad_fn is not None and not _shares_memory(loss):
                 loss.data.fill_(mean / factor)

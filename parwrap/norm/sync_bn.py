@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.overrides import has_torch_function
 
 from parwrap.errors import UsageError
 from parwrap.intercept.intercepted_calls import Norm
@@ -69,8 +69,8 @@ class SyncBN(Interceptor):
         self._look_for_ranks()
         if self._statistics is None:
             return call.run_by_itself()  # also inside another sync_bn
-        if not self._is_plain(call):
-            return call.run()
+        if has_torch_function((call.input,)) or not self._is_plain(call):
+            return call.run()  # for a subclass of tensors, torch calls the function again, with plain operations
         running = Running(call.running_mean, call.running_var, call.momentum)
         return BatchNorm.apply(self._layer(self._statistics, call), call.input, call.weight, call.bias, running, call.eps)
 
@@ -138,7 +138,7 @@ class SyncBN(Interceptor):
         """Whether ``call`` can be shared: torch does not trace or transform it, and collectives support its tensors."""
         x = call.input
         plain = (
-            type(x) in (torch.Tensor, nn.Parameter)
+            type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
             and x.device.type in ("cpu", "cuda")
             and x.is_floating_point()
             and x.dim() > 1

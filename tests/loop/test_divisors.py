@@ -50,7 +50,12 @@ def composite(logits, target):
     return first + 0.3 * second + 0.1 * logits.square().mean()
 
 
+class Named(torch.Tensor):
+    """For a subclass of tensors, torch calls a loss function twice."""
+
+
 CRITERIA = {
+    "subclass": lambda logits, target: functional.cross_entropy(logits.as_subclass(Named), target, weight=WEIGHT),
     "weighted": nn.CrossEntropyLoss(weight=WEIGHT),
     "log": lambda logits, target: nn.NLLLoss(weight=WEIGHT)(functional.log_softmax(logits, 1), target),
     "smoothed": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),

@@ -59,6 +59,10 @@ def test_the_number_of_samples_is_among_the_first_sizes():
 # rule 5
 
 
+class Named(torch.Tensor):
+    """A tensor of a library, such as MONAI's ``MetaTensor``: torch makes the results of its operations views."""
+
+
 def scope(change):
     """The loss of each rank, and the scalar after the backward that ``change`` runs on it."""
     model = nn.Linear(1, 1, bias=False)
@@ -80,6 +84,9 @@ def scope(change):
         ("double", 2.0),
         ("quotient", 2.0),
         ("quotient of a quotient", 2.0),
+        ("subclass", 2.0),
+        ("quotient of a subclass", 2.0),
+        ("subclass of a view", None),
         ("quotient by zero", None),
         ("quotient that is a part", None),
         ("function", 2.0),
@@ -101,6 +108,15 @@ def test_the_scalar_that_backward_was_called_on_is_the_mean_over_ranks(kind, exp
             (loss / 4).backward()
         elif kind == "quotient of a quotient":
             (loss / 4 / 3).backward()
+        elif kind == "subclass":
+            loss = loss.as_subclass(Named) * 1
+            loss.backward()
+        elif kind == "quotient of a subclass":
+            loss = loss.as_subclass(Named) * 1
+            (loss / 4).backward()
+        elif kind == "subclass of a view":
+            loss = torch.stack([loss, loss]).as_subclass(Named)[0]
+            loss.backward()
         elif kind == "quotient by zero":
             (loss / 0).backward()
         elif kind == "quotient that is a part":

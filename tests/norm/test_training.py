@@ -27,6 +27,14 @@ def first_half(model):
     model[1].train()
 
 
+class Named(torch.Tensor):
+    pass
+
+
+def named(x, y):
+    return TensorDataset(x.as_subclass(Named), y)
+
+
 CASES = {
     "1d": {},
     "2d": {"kind": nn.BatchNorm2d},
@@ -38,6 +46,7 @@ CASES = {
     "a frozen layer": {"train": frozen},
     "another layer is frozen": {"train": first_half},
     "a sum as loss": {"loss": "sum"},
+    "a subclass of tensors": {"dataset": named},
 }
 
 
