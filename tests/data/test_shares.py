@@ -585,12 +585,15 @@ def test_a_loss_that_is_a_sum_is_summed_over_a_global_batch_and_averaged_over_jo
 
 
 @pytest.mark.ranks(2)
-def test_a_loss_that_is_a_sum_is_not_summed_over_ranks_that_read_everything():
+@pytest.mark.parametrize("how", ["built late", "replicated", "without a loader"])
+def test_a_loss_that_is_a_sum_is_not_summed_over_ranks_that_read_everything(how):
     def built_late():
         model, optimizer = nn.Linear(2, 1).double(), None
         nn.init.constant_(model.weight, 0.5), nn.init.zeros_(model.bias)
+        loader = BUILDS["in order"](64, 16)
+        batches = list(loader) if how == "without a loader" else parwrap.replicate(loader) if how == "replicated" else loader
         for _ in range(3):
-            for x, y in BUILDS["in order"](64, 16):
+            for x, y in batches:
                 optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.001)  # so the first pass is whole
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x), y, reduction="sum").backward()
