@@ -219,13 +219,17 @@ class SameStep:
             before.sent[Entry.LOSS] = means.pop()
         self._compare(before.sent, means, before.place, before.training)
 
+    def catch_up(self) -> None:
+        """Compare the numbers that are still on their way from the GPU."""
+        while self._on_the_way:
+            self._compare_arrived()
+
     def end(self) -> None:
-        """Note that this rank's function has ended, and compare the numbers that are still on their way from the GPU."""
+        """Note that this rank's function has ended, and compare the last numbers."""
         self.ending = True
         if (empty := self._passes.empty_at) is not None:
             self.positions.add_to_place(f", and its training pass at {empty} had no batch")
-        while self._on_the_way:
-            self._compare_arrived()
+        self.catch_up()
 
     def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
         if means[: Entry.WEIGHT] != mine[: Entry.WEIGHT]:
@@ -242,6 +246,8 @@ class SameStep:
                 "the batch, times the number of ranks. The weights for one batch have a mean of 1 over the ranks, but here the mean is "
                 f"{means[Entry.WEIGHT]:.4g}. Draw and train on the same batches in the same order on every rank."
             )
+        if training is not None:
+            training.losses += means[Entry.LOSS] + means[Entry.LOSS_LOW]
         self.grows = means[Entry.GROWS] > 0
         if means[Entry.INTERRUPTED] > 0:
             self._interrupts.release()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from parwrap.data.samplers import Count
 from parwrap.errors import UsageError
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import Passes
-from parwrap.places import Place, warn
+from parwrap.places import warn
 
 __all__ = ["Totals"]
 
@@ -18,6 +21,10 @@ READ_MORE = "docs/numbers.rst"
 
 Counting = Callable[[int, bool], Count | None]
 """As :func:`parwrap.data.counts.counting` returns."""
+
+
+SAME = 1e-5
+"""The relative difference up to which a value is the sum of the losses: a script may add them up in float32."""
 
 
 class Totals:
@@ -42,7 +49,7 @@ class Totals:
         self._newest: Pass | None = None
         self._untold: Pass | None = None  # a pass over a share that has trained
         self._told = False
-        self._warned: set[Place] = set()
+        self._warned: set[Any] = set()
 
     def begins(self, loader: Any, opened: Pass, counting: Counting | None) -> None:
         """Note that the pass ``opened`` over ``loader`` begins; ``counting`` counts its samples, if it reads a share."""
@@ -150,6 +157,26 @@ class Totals:
                 f"and parwrap.total counts them twice. Divide by a number that is counted alike. {self._remedy(opened)}"
             )
 
+    def warn_of_losses(self, opened: Pass, values: Mapping[str, Any]) -> None:
+        """Warn, once for a line, of a value that is the sum of the losses of the pass ``opened``: these are means over ranks already.
+
+        Args:
+            opened: the pass that the values are computed from.
+            values: the values, each with the expression that reaches it.
+        """
+        losses = opened.losses
+        if not math.isfinite(losses) or not losses or opened.samples == opened.drawn or (opened.place, "losses") in self._warned:
+            return
+        for name, value in values.items():
+            if math.isclose(_number(value), losses, rel_tol=SAME):
+                self._warned.add((opened.place, "losses"))
+                warn(
+                    f"parwrap: parwrap.total() adds up values{name}, the sum of the losses after their backward() in the pass at "
+                    f"{opened.place}. These are means over all ranks already: the total divided by len(loader) is {self._size} times too "
+                    "large. Leave it out, or total loss.item() * len(x) and divide by the number of samples."
+                )
+                return
+
     def _remedy(self, opened: Pass) -> str:
         if opened.weights is not None:
             return "A batch_size whose last batch has a sample for each rank avoids it."
@@ -171,3 +198,10 @@ class Totals:
             f"parwrap: reduce_sum adds up numbers that are equal on all ranks, after every rank has read everything at {newest.place}: the "
             f"sum is {self._size} times that of one process. parwrap.total(values, of=loader) adds up only what comes from shares."
         )
+
+
+def _number(value: Any) -> float:
+    """A number or a tensor of one as a float; NaN for anything else."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else math.nan

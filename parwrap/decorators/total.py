@@ -66,6 +66,8 @@ def total(values: Any, *, of: Any = None) -> Any:
     values = _agreed(values, last, group)
     if not last.shared:
         return summed("total", values, None)
+    loop.same_step.catch_up()
+    totals.warn_of_losses(last, leaves(values))
     count = totals.count(last)
     values, repeated = summed("total", (values, 0 if count is None else count.repeated), group)
     totals.repeated(last, repeated)

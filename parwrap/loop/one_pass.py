@@ -56,6 +56,7 @@ class Pass:
         in_flight: the last three batches drawn, or more if the loop has not trained on these yet; only if batches have weights.
         exhausted: whether it was read to its end.
         backwards: the number of backwards since it began.
+        losses: the sum of the means over ranks that these have left in their losses.
         untrained: batches drawn minus batches trained on; all backwards between two draws train on one batch.
         ahead: whether the loop draws batches before it has trained on the last one.
         depth: how many batches the loop had drawn before its first backward, except that of this backward.
@@ -89,6 +90,7 @@ class Pass:
     exhausted: bool = False
 
     backwards: int = 0
+    losses: float = 0.0
     untrained: int = 0
     ahead: bool = False
     depth: int = 0

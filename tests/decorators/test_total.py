@@ -167,6 +167,28 @@ def test_tensors_arrays_and_structures():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("weighted", "as_tensor"), [(False, False), (False, True), (True, False)])
+def test_a_sum_of_losses_over_batches_is_named_because_they_are_means_already(weighted, as_tensor):
+    """Also where all parts are equal, so that all ranks have the same sum of weighted losses."""
+    loader, running = DataLoader(dataset(24), 4), 0.0
+    with parwrap.distributed(batch="global"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loop = Loop()
+        for (x,) in loader:
+            loop.optimizer.zero_grad()
+            loss = loop.model(x).square().mean()
+            loss.backward()
+            loop.optimizer.step()
+            running += (loss.detach() if as_tensor else loss.item()) * (len(x) if weighted else 1)
+        for _ in range(2):
+            parwrap.total({"loss": running, "seen": 12}, of=loader)
+
+    texts = [str(each.message) for each in said if "sum of the losses" in str(each.message)]
+    assert (0 if weighted else 1) == len(texts)
+    assert weighted or "adds up values['loss'], the sum of the losses" in texts[0]
+
+
+@pytest.mark.ranks(2)
 def test_bad_input_is_refused():
     loader, other = DataLoader(dataset(10), 4), DataLoader(dataset(10), 4)
     with parwrap.distributed():
