@@ -425,6 +425,7 @@ class Loaders(Sources, Interceptor):
     def _check_lengths(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         """Warn if ``len`` has returned another length for the pass ``opened``: a mean or a schedule may have been computed from it."""
         first = not known.trained
+        keeps = (loader.batch_size is not None or loader.batch_sampler is not None) and self._options().batch == "per_rank"
         for length, place in self._lengths.begins(loader, key_of(loader), iteration.stack, opened.shared, first):
             try:
                 whole = DATALOADER_LENGTH(loader)
@@ -443,6 +444,7 @@ class Loaders(Sources, Interceptor):
                     if opened.shared and first
                     else f"A sum over the pass that is divided by {length} is wrong. Ask for len(loader) in the pass or after it."
                 )
+                + (' Where a library does this, batch="global" (--batch global) keeps every length.' if keeps else "")
             )
 
     def known(self, loader: DataLoader) -> _Known:

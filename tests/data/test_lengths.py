@@ -256,7 +256,8 @@ def test_a_length_that_was_given_before_the_first_training_pass_and_is_not_that_
             UserWarning,
             match=r"parwrap: len\(loader\) was 5 at test_lengths.py:\d+, but the training pass at "
             r"training.py:\d+ has 3 batches on each rank. A schedule built from 5 steps is wrong. Write loader = parwrap.shard\(loader\) "
-            "where the loader is made, so that its length is that of a share from the beginning.",
+            "where the loader is made, so that its length is that of a share from the beginning. "
+            r'Where a library does this, batch="global" \(--batch global\) keeps every length.',
         ):
             training.train(loader)
 
