@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.torch_private.autograd import input_metadata, saved_sparse, view_base
+from parwrap.torch_private.autograd import input_metadata, saved_sparse, saved_sum, view_base
 
-__all__ = ["Losses", "counts_samples", "is_counted", "is_part_of_mean", "leading_sizes", "reached", "reenters", "sparsely_used"]
+__all__ = ["Losses", "counts_samples", "is_counted", "is_part_of_mean", "is_sum", "leading_sizes", "reached", "reenters", "sparsely_used"]
 
 ALIAS = "AliasBackward0"
 """What makes a tensor's result one of the tensor's subclass: a view, for autograd."""
@@ -64,6 +64,16 @@ def is_part_of_mean(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
     (True, False)
     """
     return not any(hasattr(node, "variable") for node in _nodes(tensors, without=lambda node: COUNTED in node.metadata))
+
+
+def is_sum(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
+    """Whether a loss function with ``reduction="sum"`` is one of ``tensors``, or was added to others to make one: nothing has divided it.
+
+    >>> x, loss = torch.nn.Parameter(torch.ones(2)), torch.nn.MSELoss(reduction="sum")
+    >>> is_sum([loss(x, torch.ones(2)) + x.sum()]), is_sum([loss(x, torch.ones(2)) / 2])
+    (True, False)
+    """
+    return any(map(saved_sum, _nodes(tensors, without=lambda node: not (saved_sum(node) or node.name() == "AddBackward0"))))
 
 
 def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:

@@ -22,7 +22,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.divisors import Divisors
-from parwrap.loop.losses import Losses, is_part_of_mean, leading_sizes
+from parwrap.loop.losses import Losses, is_part_of_mean, is_sum, leading_sizes
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
@@ -132,6 +132,10 @@ class Strategy(Interceptor):
         build([device.index or 0] if device.type == "cuda" else None)
 
 
+FIRST = 8
+"""In so many backwards on shares parwrap looks for losses that are sums."""
+
+
 class OneModel(Strategy):
     """The base of strategies whose ranks train one model: its buffers, and the metrics that ``ReduceLROnPlateau`` gets, are rank 0's.
 
@@ -145,6 +149,7 @@ class OneModel(Strategy):
         super().__init__(loop)
         self.buffers = Buffers(loop.group, loop.modules.first)
         self._named: set[Place] = set()
+        self._looks_for_sums = FIRST if loop.options().batch == "global" and loop.options().loss == "mean" else 0
 
     def _check_backward(self) -> None:
         """Refuse a backward that only one rank runs."""
@@ -183,7 +188,21 @@ class OneModel(Strategy):
                 "number to parwrap.mean_over_ranks(loss_sum, count). Or leave samples out of the dataset: "
                 "DataLoader(Subset(dataset, good), ...)."
             )
+        if self._looks_for_sums and loop.passes.training is not None and loop.passes.training.shared:
+            self._look_for_sum(call)
         return batch.weight
+
+    def _look_for_sum(self, call: Backward) -> None:
+        """Warn once of a loss that is a sum over this rank's part of a batch: the average over ranks is not the sum of one process."""
+        self._looks_for_sums -= 1
+        size = self.loop.group.world.size
+        if size > 1 and not any(isinstance(grad, torch.Tensor) for grad in call.grad_tensors) and is_sum(call.tensors):
+            self._looks_for_sums = 0
+            warn(
+                f'parwrap: {script_place()} trains on a loss with reduction="sum". With batch="global" it adds up this rank\'s part of a '
+                f'batch, so its mean over {size} ranks and the gradients are 1/{size} of those of one process. Write loss="sum" '
+                "(--loss sum): then ranks add up."
+            )
 
     def _agree(self, kind: str, about: object, different: Callable[[Sequence[Any]], Exception]) -> None:
         """Return once all ranks are about to do the same, and have read the same data.

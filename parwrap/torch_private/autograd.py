@@ -16,6 +16,7 @@ __all__ = [
     "input_metadata",
     "is_transformed",
     "saved_sparse",
+    "saved_sum",
     "tensor_hooks",
     "tracing_state",
     "view_base",
@@ -48,3 +49,8 @@ def in_backward() -> bool:
 def saved_sparse(node: Any) -> bool:
     """Whether an embedding's node makes a sparse gradient; false for other nodes. What a node saves is not public."""
     return getattr(node, "_saved_sparse", False)
+
+
+def saved_sum(node: Any) -> bool:
+    """Whether the node of a loss function adds its terms up, as ``reduction="sum"`` asks; false for other nodes."""
+    return getattr(node, "_saved_reduction", 0) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 from collections import Counter
 
 import pytest
@@ -582,6 +583,17 @@ def test_a_loss_that_is_a_sum_is_summed_over_a_global_batch_and_averaged_over_jo
         actual = trained(BUILDS["in order"](194, 32), "sum", 0.01)
 
     assert expected == pytest.approx(actual, abs=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("options", "reduction", "warns"), [({}, "sum", True), ({}, "mean", False), ({"loss": "sum"}, "sum", False)])
+def test_a_loss_that_is_a_sum_without_the_option_is_named_once(options, reduction, warns):
+    with parwrap.distributed(batch="global", **options), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(BUILDS["in order"](64, 16), reduction, 0.01)
+
+    named = [str(each.message) for each in said if 'trains on a loss with reduction="sum"' in str(each.message)]
+    assert [True] * warns == ['Write loss="sum" (--loss sum)' in each for each in named]
 
 
 @pytest.mark.ranks(2)

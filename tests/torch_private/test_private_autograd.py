@@ -46,6 +46,15 @@ def test_an_embedding_knows_whether_its_gradient_is_sparse(sparse):
     assert not autograd.saved_sparse(output.sum().grad_fn)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_knows_whether_it_is_a_sum(reduction):
+    x = torch.ones(3, 2, requires_grad=True)
+    losses = nn.functional.mse_loss, nn.functional.binary_cross_entropy, nn.functional.smooth_l1_loss
+
+    assert [reduction == "sum"] * 3 == [autograd.saved_sum(loss(x, torch.ones(3, 2), reduction=reduction).grad_fn) for loss in losses]
+    assert not autograd.saved_sum(x.sum().grad_fn)
+
+
 def test_a_view_knows_its_base():
     base = torch.ones(2, requires_grad=True) * 1
 

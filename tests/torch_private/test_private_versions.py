@@ -24,6 +24,7 @@ NOT_ON_A_CLASS = {
         "_is_replica",
         "_shutdown",
         "_saved_sparse",
+        "_saved_reduction",
     ),  # set or asked for with a default
     *("_workers", "_worker_pids_set"),  # asked for with a default, and set on an instance
     *("_global_", "_getframe", "_parent_pid"),  # not a whole name, not torch's
