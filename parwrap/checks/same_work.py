@@ -71,8 +71,8 @@ class SameWork:
         read = self._passes.whole_at
         from_loader = f"If the batches come from the loader read at {read}, parwrap.shard(loader) gives shares" if read else ""
         if self._passes.draws_own:
-            why = 'No DataLoader of torch is read there, and with draws="per_rank" ranks draw alike until the first backward, such as an order of batches'
-            remedy = "Draw it after the first backward, or from a generator that is seeded with parwrap.rank()"
+            why = 'No DataLoader of torch is read there, and with draws="per_rank" what is drawn before the first backward is alike'
+            remedy = "Draw an order of batches after it, or from a generator that is seeded with parwrap.rank()"
         else:
             why = "No DataLoader of torch is read there, and ranks draw alike"
             remedy = 'draws="per_rank" (--draws per-rank) gives each rank random batches of its own, if the loop draws its batches by hand'

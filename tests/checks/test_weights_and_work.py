@@ -337,7 +337,7 @@ def orders_drawn_once(x, rng):
         (
             {"draws": "per_rank"},
             None,
-            "draw alike until the first backward, such as an order of batches. Draw it after the first backward",
+            "what is drawn before the first backward is alike. Draw an order of batches after it",
         ),
         ({"draws": "per_rank"}, "parwrap.rank()", ""),
     ],
