@@ -21,7 +21,8 @@ LIBRARIES = [
     *("transformers", "accelerate", "datasets", "lightning", "skorch", "scikit-learn", "pytorch-ignite", "sentence-transformers"),
     *("peft", "poutyne", "pytorch-widedeep", "deepctr-torch", "pytorch-accelerated", "pytorch-tabnet", "pytorch-metric-learning"),
     *("torch-geometric", "timm", "schedulefree", "hydra-core", "tensorboard", "mlflow-skinny", "optuna", "pyro-ppl", "fastai"),
-    "stable-baselines3",
+    *("stable-baselines3", "trl", "sbi", "scvi-tools", "darts", "gymnasium", "denoising-diffusion-pytorch", "pykeen", "monai"),
+    *("botorch", "opacus"),
 ]
 """Those that ``tests/libraries`` trains with. Nothing else installs them, so there these tests are skipped."""
 
@@ -63,6 +64,7 @@ for version in NUMPYS:
 def libraries(session: nox.Session) -> None:
     """Install the libraries of docs/libraries.rst, and run their tests or the options and tests that follow ``--``."""
     session.install(f"torch=={TORCH}.*", "-e", ".[test]", *LIBRARIES, *constraints(session))
+    session.install("--no-deps", "d2l")  # it asks for numpy 1.23
     session.run("python", "-m", "pytest", *(session.posargs or ["tests/libraries"]))
 
 
