@@ -209,7 +209,7 @@ class Loaders(Sources, Interceptor):
             workers_seed = iteration.workers_seed
             if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
                 workers_seed += self._rank  # augmentation is each rank's own
-            self._read(iteration, loader, opened, workers_seed, may_end_apart)
+            self._read(iteration, self._drawing_alike(loader) if training else loader, opened, workers_seed, may_end_apart)
             iteration.reading = self._own_streams(loader) if training else random_streams.NONE
         if not in_loop:  # when it begins depends on the clock
             opened.data = ()
@@ -242,6 +242,17 @@ class Loaders(Sources, Interceptor):
         known.trained += 1
         iteration.reading = random_streams.NONE if dealt else self._own_streams(loader)
         return share
+
+    def _drawing_alike(self, loader: DataLoader) -> DataLoader:
+        """A copy of ``loader`` whose sampler draws the same on all ranks, which read all of it: in a training pass each draws its own.
+
+        It is ``loader`` itself if its dataset draws the order, or if the iterator that it keeps does.
+        """
+        if isinstance(loader.dataset, IterableDataset) or loader.persistent_workers or hasattr(loader, "state_dict"):
+            return loader
+        if loader.batch_sampler is None:
+            return copied_with(loader, sampler=_SharedDraws(loader.sampler, self))
+        return copied_with(loader, batch_sampler=_SharedDraws(loader.batch_sampler, self))
 
     def _held(self, loader: DataLoader, known: _Known) -> Held:
         """Hashes of what ``loader`` reads, which the script may have changed since they were computed. All ranks compute them alike."""

@@ -448,6 +448,34 @@ def test_augmentation_repeats_after_the_same_seed():
     assert first == second
 
 
+class ByCoin(torch.utils.data.Sampler):
+    """Draws for every batch."""
+
+    def __iter__(self):
+        for _ in range(4):
+            yield torch.randint(8, (2,)).tolist()
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("options", [{"batch_size": 2, "shuffle": True}, {"batch_sampler": ByCoin()}], ids=["shuffled", "batches by coin"])
+def test_a_replicated_loader_is_read_in_the_order_of_one_process_in_training(options, workers):
+    def orders():
+        torch.manual_seed(3)
+        training, loader = Training(), parwrap.replicate(DataLoader(range(8), num_workers=workers, **options))
+        return [training.train(loader) for _ in range(2)]
+
+    expected = orders()
+    with parwrap.distributed():
+        replicated = orders()
+
+    assert expected[0] == replicated[0]
+    assert 1 == len({str(each) for each in parwrap.gather(replicated)})
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_validation_samples_are_the_same_on_all_ranks(workers):
