@@ -199,9 +199,9 @@ class Positions:
         rank: this rank among those of the node.
         ranks: the global ranks of the node's ranks, in their order on the node.
         alike: a function that returns whether to compare now. False after an interrupt, which ranks may handle in different ways.
-        done: a function that returns how many backwards this rank has run in its pass over a loader, and how many batches it has drawn.
 
     Attributes:
+        done: how many backwards this rank has run in its pass over a loader, and how many batches it has drawn there.
         opening: how many times this process has opened pages in ``folder`` before.
         mine: this rank's page, as it was written last; its state may have changed since.
     """
@@ -212,9 +212,8 @@ class Positions:
         rank: int,
         ranks: Iterable[int],
         alike: Callable[[], bool] = lambda: True,
-        done: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._rank, self._ranks, self._alike, self._done = rank, tuple(ranks), alike, done
+        self._rank, self._ranks, self._alike, self.done = rank, tuple(ranks), alike, (0, 0)
         self._others = [index for index in range(len(self._ranks)) if index != rank]
         self.opening = _openings[folder]
         _openings[folder] += 1
@@ -237,7 +236,8 @@ class Positions:
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
-        self._refuse_to_go_on()
+        if self._came_apart:
+            self._refuse_to_go_on()
         backwards, _, _, controls, _, sets = self.mine
         if state == BACKWARD:
             backwards, sets = backwards + 1, (what, *sets[:-1])
@@ -264,7 +264,7 @@ class Positions:
         Raises:
             LockstepError: another rank of the node has raised, or can never meet this one there.
         """
-        self._set(State.AVERAGES)
+        self._numbers[self._rank * WORDS + STATE] = AVERAGES
         self.compare()
 
     def compare(self) -> None:
@@ -273,8 +273,8 @@ class Positions:
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
-        for other in self._others if self._alike() else ():
-            if self._differs(other) and apart(self.now(), self._read(other)):
+        for other in self._others:
+            if self._differs(other) and self._alike() and apart(self.now(), self._read(other)):
                 error = self.error()
                 self._came_apart = str(error)
                 self.raised(error)
@@ -300,8 +300,9 @@ class Positions:
 
     def run(self) -> None:
         """Say that this rank has what it waited for, unless it has stopped."""
-        if not _has_stopped(self._numbers[self._rank * WORDS + STATE]):
-            self._set(State.RUNS)
+        at = self._rank * WORDS + STATE
+        if not _has_stopped(self._numbers[at]):
+            self._numbers[at] = RUNS
 
     def raised(self, error: BaseException) -> None:
         """Say that this rank takes no further step, because of ``error``."""
@@ -320,7 +321,7 @@ class Positions:
                 ``timeout`` seconds.
         """
         self._refuse_to_go_on()
-        self._write_done()
+        self._numbers[self._rank * WORDS + DONE], self._numbers[self._rank * WORDS + DONE + 1] = self.done
         deadline = time.monotonic() + timeout
         self._set(State.ENDED)
         since: float | None = None
@@ -368,7 +369,6 @@ class Positions:
 
     def error(self, why: str = "") -> LockstepError:
         """The error that says where all ranks of the node are, and ``why`` it is raised."""
-        self._write_done()
         pages = {rank: self._read(index) for index, rank in enumerate(self._ranks)}
         done = {rank: self._begun(index, pages[rank]) for index, rank in enumerate(self._ranks)}
         pages = {rank: page._replace(place=self._place(index)) for index, (rank, page) in enumerate(pages.items())}
@@ -404,10 +404,6 @@ class Positions:
         """Add ``words`` to what other ranks read as the place of this rank's last step."""
         self._write(self.mine._replace(place=self.mine.place + words))
 
-    def _write_done(self) -> None:
-        at = self._rank * WORDS + DONE
-        self._numbers[at], self._numbers[at + 1] = self._done()
-
     def _set(self, state: int) -> None:
         self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
 
@@ -425,7 +421,7 @@ class Positions:
                 numbers[number] = each
         numbers[at + CHECKSUM] = hash((numbers[at] + 1, page.backwards, page.what, page.controls, *sets))
         numbers[at] += 1
-        numbers[at + DONE], numbers[at + DONE + 1] = self._done()
+        numbers[at + DONE], numbers[at + DONE + 1] = self.done
         self.mine = page
 
     def close(self) -> None:

@@ -105,13 +105,7 @@ class SameStep:
         assert group.folder is not None
         ranks = group.world.node_ranks
         self._world = group.world
-        self.positions = Positions(
-            group.folder,
-            ranks.index(group.world.rank),
-            ranks,
-            lambda: not interrupts.raised,
-            lambda: passes.done,
-        )
+        self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks, lambda: not interrupts.raised)
         self._on_the_way: deque[_Exchanged] = deque()
 
     @contextmanager
@@ -143,6 +137,7 @@ class SameStep:
             LockstepError: another rank can never meet this one there, or has ended.
         """
         place = f"its end, after {self._last}" if self.ending else script_place()
+        self.positions.done = self._passes.done
         self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
 
     def backward(self, number: int, place: str) -> None:
@@ -151,7 +146,8 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet this one there.
         """
-        self.passed(place)
+        self._last = place
+        self.positions.done = self._passes.done
         self.positions.enter(State.BACKWARD, number, place)
 
     def averages(self) -> None:
@@ -184,7 +180,7 @@ class SameStep:
         numbers[Entry.DRAWN] = self._passes.drawn % DIGITS
         numbers[Entry.WEIGHT] = weight
         numbers[Entry.INTERRUPTED] = float(self._interrupts.held is not None)
-        if data := self._passes.data_to_send():
+        if self._passes.unsent and (data := self._passes.data_to_send()):
             numbers[Entry.DATA : Entry.WEIGHT] = data
         return numbers
 
@@ -209,7 +205,8 @@ class SameStep:
             self._on_the_way.append(_Exchanged(numbers, copied, place, training, event))
             if len(self._on_the_way) > 1:
                 self._compare_arrived()
-        self._passes.data_sent()
+        if self._passes.unsent:
+            self._passes.data_sent()
 
     def _compare_arrived(self) -> None:
         before = self._on_the_way.popleft()
@@ -226,7 +223,7 @@ class SameStep:
 
     def end(self) -> None:
         """Note that this rank's function has ended, and compare the last numbers."""
-        self.ending = True
+        self.ending, self.positions.done = True, self._passes.done
         if (empty := self._passes.empty_at) is not None:
             self.positions.add_to_place(f", and its training pass at {empty} had no batch")
         self.catch_up()

@@ -100,6 +100,8 @@ class Divisors(Interceptor):
         Raises:
             RankMismatchError: ``call`` reaches different numbers of mean losses on the ranks.
         """
+        if not self._open:
+            return None
         self._open = [(ref, mean) for ref, mean in self._open if ref() is not None and (mean.factor is None or mean.again)]
         if not self._open:
             return None

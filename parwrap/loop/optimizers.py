@@ -43,6 +43,7 @@ class _Work:
         optimizer: returns the optimizer, or ``None`` once the script has dropped it.
         number: how many optimizers were built before it.
         parameters: those that it had when they were last looked at. They are kept, so that no other tensor gets the id of one.
+        seen: their ids and the addresses of their values, which show cheaply that nothing has changed; ``None`` if one has no address.
         kinds: their ids, shapes, dtypes and devices; a lazy one has no shape yet.
         version: how often they have changed.
         built_at: how many batches had been drawn when it was built; -1 if it was built before the scope opened.
@@ -52,6 +53,7 @@ class _Work:
     number: int
     built_at: int = -1
     parameters: list[torch.Tensor] = field(default_factory=list)
+    seen: list[int] | None = None
     kinds: list[tuple[int, torch.Size | None, torch.dtype, torch.device]] = field(default_factory=list)
     version: int = 0
 
@@ -165,10 +167,18 @@ class Optimizers(Interceptor):
                 self._look_at(work, optimizer)
 
     def _look_at(self, work: _Work, optimizer: Optimizer) -> None:
-        kinds = [(id(p), None if is_lazy(p) else p.shape, p.dtype, p.device) for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        try:
+            seen = [*map(id, parameters), *map(torch.Tensor.data_ptr, parameters)]
+        except Exception:  # one is lazy, or of a class without an address
+            seen = None
+        if seen is not None and seen == work.seen:
+            return
+        work.seen = seen
+        kinds = [(id(p), None if is_lazy(p) else p.shape, p.dtype, p.device) for p in parameters]
         if work.kinds != kinds:
             self._generation += 1
-            work.parameters, work.kinds, work.version = list(parameters_of(optimizer)), kinds, work.version + 1
+            work.parameters, work.kinds, work.version = parameters, kinds, work.version + 1
             for p in work.parameters:
                 self._had.setdefault(p)
 

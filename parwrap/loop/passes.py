@@ -84,6 +84,7 @@ class Passes:
         evals_before: that number when a pass last began or ended; ``None`` before the first pass.
         whole_at: the first line with a pass that every rank has read whole with gradients on, and without ``parwrap.replicate``.
         empty_at: the line of the last training pass that has ended without a batch.
+        unsent: whether a pass may not have sent its digits yet.
         clock: how long the loop has trained and waited.
     """
 
@@ -97,7 +98,7 @@ class Passes:
         self._newest: Pass | None = None  # the training pass that the loop has begun last
         self._steps_ahead = 0  # how many steps still train on batches of that pass, because the loop has read ahead
         self._read_since: list[Pass] = []  # training passes that have ended since the last backward
-        self._same_draws, self._unsent = 0, False
+        self._same_draws, self.unsent = 0, False
         self.batches = self.backwards = self.begun = self.draws = self.evals = self.modes = 0
         self._drawn_by_loop = 0  # in passes of all kinds, whichever thread has begun them
         self.evals_before: int | None = None
@@ -158,7 +159,7 @@ class Passes:
         if opened.trains:
             self.clock.began_pass()
             self._newest = self._newest if opened.in_thread else opened
-        self._unsent = self._unsent or bool(opened.data)
+        self.unsent = self.unsent or bool(opened.data)
 
     def is_open(self, opened: Pass) -> bool:
         """Whether ``opened`` has begun and not ended."""
@@ -191,17 +192,14 @@ class Passes:
 
     def data_to_send(self) -> tuple[int, ...]:
         """The digits of all passes that have not sent theirs, added up; empty if all have."""
-        if not self._unsent:
-            return ()
         unsent = [each.data for each in self._sending() if each.data]
         return tuple(sum(digits) % DIGITS for digits in zip(*unsent, strict=True))
 
     def data_sent(self) -> None:
         """Note that the digits of :meth:`data_to_send` have been sent."""
-        if self._unsent:
-            self._unsent = False
-            for each in self._sending():
-                each.data = ()
+        self.unsent = False
+        for each in self._sending():
+            each.data = ()
 
     def _sending(self) -> list[Pass]:
         """The open passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""

@@ -77,7 +77,9 @@ class DDP(OneModel):
 
         # how much does this rank's part of the batch count?
         weight = self._weight(call)
-        scale = weight * loss_factor(weight, loop.group.world.size, loop.options(), loop.passes.reads_whole)
+        scale, options = weight, loop.options()
+        if options.loss != "mean":
+            scale *= loss_factor(weight, loop.group.world.size, options, loop.passes.reads_whole)
         if self._local:
             self._sites.runs_locally()
             loop.divisors.weigh(call)

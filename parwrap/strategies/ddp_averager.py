@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -47,6 +48,10 @@ FIRST_BUCKET, BUCKET_MB = 1024 * 1024, 25
 
 TORCHS_BACKWARD = torch.autograd.backward
 """Torch's own function, which bypasses the patches of the script's calls."""
+
+
+GRAD, NONE_ONLY = attrgetter("grad"), {id(None)}
+"""What reads a gradient, and the ids of gradients that are all ``None``: both loop over parameters without Python code."""
 
 
 class GradientAverager:
@@ -199,7 +204,8 @@ class GradientAverager:
             self._means.zero_()
         else:
             self._means_on_host.fill(0)
-        self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
+        before = [*map(GRAD, self.parameters)]
+        self._before = [None if grad is None else (grad, version_of(grad)) for grad in before] if {*map(id, before)} != NONE_ONLY else []
 
     def _report(self) -> torch.Tensor:
         """Return the gradient of the signal: for each parameter a 1 if this rank has reached it, else a 0; then this rank's numbers.
@@ -207,7 +213,9 @@ class GradientAverager:
         Autograd calls this after it has computed all other gradients.
         """
         self._at_end()
-        reached = [*self._reached(), *(is_reached() for is_reached in self._others.values())]
+        reached = self._reached()
+        if self._others:
+            reached += [is_reached() for is_reached in self._others.values()]
         if all(reached) and not self._outside:
             return self._facts
         facts = self._facts.clone()
@@ -218,8 +226,8 @@ class GradientAverager:
 
     def _reached(self) -> list[bool]:
         """For each parameter, whether it got a gradient in this backward, or has one that was not averaged yet."""
-        if self.has_local:
-            return [p.grad is not None for p in self.parameters]
+        if self.has_local or not self._before:
+            return [grad is not None for grad in map(GRAD, self.parameters)]
         return [_changed(p.grad, before) for p, before in zip(self.parameters, self._before, strict=True)]
 
     def _arm(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
+from parwrap.options import Options
 from parwrap.ranks.group import Group
 from parwrap.ranks.world import World
 from parwrap.strategies.hogwild import Hogwild
@@ -411,8 +412,9 @@ def test_options_without_a_meaning_are_refused(options, text):
     ],
 )
 def test_several_nodes_and_gpus_are_refused_before_training(world, device, text):
+    loop = SimpleNamespace(modules=SimpleNamespace(first=[]), options=Options, group=Group(world, "gloo", torch.device(device)))
     with pytest.raises(UsageError, match=text):
-        Hogwild(SimpleNamespace(modules=SimpleNamespace(first=[]), group=Group(world, "gloo", torch.device(device))))
+        Hogwild(loop)
 
 
 @pytest.mark.ranks(2)
