@@ -72,7 +72,14 @@ CASES = {
         batch=16,
         steps=100,
     ),
+    "150": Case(lambda: _layers(75), (10,), batch=8, steps=100),
+    "700": Case(lambda: _layers(350), (10,), batch=8, steps=40),
 }
+"""The last two have so many parameters, in small layers: what a step does for each of them in Python shows there."""
+
+
+def _layers(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(10, 10) for _ in range(layers)))
 
 
 def _block(channels: int, after: int) -> tuple[nn.Module, ...]:
@@ -372,7 +379,7 @@ def _print_own_time(case: str, meetings: Iterator[str]) -> None:
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["tiny", "wide", "conv"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare; 'by hand' is always measured")
     parser.add_argument("--repeats", type=int, default=10, help="passes that each way trains")
     arguments = parser.parse_args()

@@ -67,7 +67,7 @@ APART = 8
 
 MESSAGES = (State.CONTROL, State.INNER)
 
-RUNS, BACKWARD, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.AVERAGES))  # each step compares these
+RUNS, BACKWARD, RAISED, AVERAGES = map(int, (State.RUNS, State.BACKWARD, State.RAISED, State.AVERAGES))  # each step compares these
 
 _openings: Counter[Path] = Counter()
 """How many times this process has opened pages in each folder. All ranks that share a folder have the same count."""
@@ -301,7 +301,7 @@ class Positions:
     def run(self) -> None:
         """Say that this rank has what it waited for, unless it has stopped."""
         at = self._rank * WORDS + STATE
-        if not _has_stopped(self._numbers[at]):
+        if RAISED != self._numbers[at] < APART:
             self._numbers[at] = RUNS
 
     def raised(self, error: BaseException) -> None:

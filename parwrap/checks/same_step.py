@@ -197,7 +197,7 @@ class SameStep:
         if isinstance(means, list):
             self._compare(numbers, means, place, training)
         else:
-            if loss is not None and self.work.watches(place, training):
+            if loss is not None and (training is None or not training.shared) and self.work.watches(place):
                 means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
             event = torch.cuda.Event()
             copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
@@ -248,7 +248,7 @@ class SameStep:
         self.grows = means[Entry.GROWS] > 0
         if means[Entry.INTERRUPTED] > 0:
             self._interrupts.release()
-        if self.work.watches(place, training):
+        if (training is None or not training.shared) and self.work.watches(place):
             self.work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
 
     def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import Passes
 from parwrap.places import Place
 
@@ -36,12 +35,9 @@ class SameWork:
         """Note that losses are those of all ranks' features, which are equal although the work is not: compare no more."""
         self._done = True
 
-    def watches(self, place: Place, training: Pass | None) -> bool:
-        """Whether to compare losses at the line ``place``, in the training pass ``training``.
-
-        Not on shares, where the loss of gathered features may be equal; nor in an evaluation, where no optimizer steps.
-        """
-        if self._done or (training is not None and training.shared) or len(self._seen.get(place, ())) >= STEPS:
+    def watches(self, place: Place) -> bool:
+        """Whether to compare losses at the line ``place``, which is not in a pass over shares. Not in an evaluation: no optimizer steps."""
+        if self._done or len(self._seen.get(place, ())) >= STEPS:
             return False
         innermost = self._passes.innermost
         return innermost is None or innermost.trains or innermost.trained

@@ -138,6 +138,12 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge], without: Callable[[An
                 nodes.append(following)
 
 
+def _write(loss: torch.Tensor, mean: float | torch.Tensor) -> None:
+    """Write ``mean`` into ``loss``, unless it is a leaf or a view."""
+    if loss.grad_fn is not None and not _shares_memory(loss):
+        loss.data.fill_(mean)
+
+
 def _shares_memory(loss: torch.Tensor) -> bool:
     """Whether ``loss`` is a view of a tensor of another shape, or of a leaf."""
     base = view_base(loss)
@@ -186,7 +192,7 @@ class Losses(Interceptor):
         """
         if call.keeps_graph:
             return
-        origins = self._origins.get(root, ()) if self._origins else ()
-        for loss, factor in [(root, 1.0), *((each.loss(), each.factor) for each in origins)]:
-            if loss is not None and loss.grad_fn is not None and not _shares_memory(loss):
-                loss.data.fill_(mean / factor)
+        _write(root, mean)
+        for each in self._origins.get(root, ()) if self._origins else ():
+            if (loss := each.loss()) is not None:
+                _write(loss, mean / each.factor)

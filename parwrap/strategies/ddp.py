@@ -92,7 +92,8 @@ class DDP(OneModel):
         if averager is None:  # nothing that ranks share
             call.run()
             return
-        averager.check()
+        if averager.broken is not None:
+            averager.check()
 
         # run the backward, while torch's hooks average the buckets
         root, added = loop.losses.root(call), loop.divisors.weigh(call)

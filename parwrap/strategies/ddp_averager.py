@@ -163,14 +163,10 @@ class GradientAverager:
 
     def received(self) -> list[float] | torch.Tensor:
         """The means over ranks of the last backward's numbers, indexed by :class:`Entry`; on a GPU a tensor of shape ``(NUMBERS,)``."""
-        self._find_means()
-        return self._means[-NUMBERS:] if self._means_on_host is None else self._means_on_host[-NUMBERS:].tolist()
-
-    def _find_means(self) -> None:
-        """Update ``_means`` if the signal's gradient is another tensor: DDP may have replaced it by a view of its bucket."""
-        if self._signal.grad is not self._means:
+        if self._signal.grad is not self._means:  # DDP has replaced it by a view of its bucket
             self._means = cast(torch.Tensor, self._signal.grad)
             self._means_on_host = None if self._means.is_cuda else self._means.numpy()
+        return self._means[-NUMBERS:] if self._means_on_host is None else self._means_on_host[-NUMBERS:].tolist()
 
     def is_reached(self) -> bool:
         """Whether the last backward has reached a parameter of the set on any rank."""
