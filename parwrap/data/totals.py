@@ -47,7 +47,7 @@ class Totals:
         self._totalled = False  # whether there was a total since the last pass began
         self._counts: weakref.WeakKeyDictionary[Pass, Counting] = weakref.WeakKeyDictionary()
         self._newest: Pass | None = None
-        self._untold: Pass | None = None  # a pass over a share that has trained
+        self._untold: Pass | None = None  # a pass over a share; ``next(iter(loader))`` ends it before its batch is used
         self._told = False
         self._warned: set[Any] = set()
 
@@ -74,8 +74,8 @@ class Totals:
         """Note that the pass ``ended`` has ended."""
         count = self.count(ended)
         self._counts[ended] = lambda batches, exhausted: count  # the samplers may hold the dataset
-        if self._size > 1 and ended.shared and ended.drawn and ended.was_used:
-            self._untold = self._untold or ended
+        if self._size > 1 and ended.shared and ended.drawn and not (self._untold and self._untold.was_used):
+            self._untold = ended
 
     def count(self, opened: Pass) -> Count | None:
         """What this rank has read in the pass ``opened``; ``None`` if that is not known."""
@@ -84,7 +84,7 @@ class Totals:
 
     def tell(self) -> None:
         """Print once that the numbers of a training pass are of a share, unless the script has added them up by now."""
-        if self._untold is None or self._told:
+        if self._untold is None or not self._untold.was_used or self._told:
             return
         self._told = True
         opened, count = self._untold, self.count(self._untold)

@@ -290,6 +290,18 @@ def test_a_share_is_said_once_a_run_and_counts_samples_of_the_dataset(capsys, lo
     assert all("test_total.py:" in line and "parwrap.total(correct, of=loader)" in line for line in said)
 
 
+@pytest.mark.ranks(2)
+def test_a_share_is_said_of_passes_of_one_batch_for_every_step(capsys):
+    loader = DataLoader(dataset(24), 4)
+    with parwrap.distributed():
+        loop = Loop()
+        for _ in range(3):
+            loop.train([next(iter(loader))])
+    said = capsys.readouterr().err.splitlines()
+
+    assert ([1] if parwrap.is_rank_zero() else []) == [line.count("read 4 of 24 samples on each of 2 ranks") for line in said]
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter((torch.tensor([i]),) for i in torch.arange(12.0))
