@@ -6,10 +6,16 @@ This is advice for ``explain`` and ``verify``; nothing that parwrap does follows
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from textwrap import dedent
 from typing import NamedTuple
 
-__all__ = ["AddedUp", "added_up"]
+from parwrap.places import is_installed, is_ours, is_standard
+
+__all__ = ["AddedUp", "added_up", "imported_classes"]
 
 OVER_RANKS = {"total", "reduce_sum", "reduce_mean", "mean_over_ranks", "gather"}
 """Functions of parwrap whose result covers all ranks."""
@@ -32,11 +38,11 @@ class AddedUp(NamedTuple):
     line: int
 
 
-def added_up(source: str, line: int) -> list[AddedUp]:
+def added_up(source: str, line: int, imported: Mapping[str, str] | None = None) -> list[AddedUp]:
     """The names that the loop at ``line`` adds up from its batches, and that ``source`` uses after it.
 
     What is added must come from the batch, or depend on it. A loss after its backward is the mean over ranks and does not count, nor does a
-    name that the script passes to ``parwrap.total`` or the like after the loop.
+    name that the script passes to ``parwrap.total`` or the like after the loop. ``imported``: :func:`imported_classes`.
 
     >>> added_up("for x, y in loader:\\n    n += 1\\n    right += (model(x) == y).sum()\\nprint(right / n)", 1)
     [AddedUp(name='right', line=3)]
@@ -48,7 +54,7 @@ def added_up(source: str, line: int) -> list[AddedUp]:
     found: dict[str, AddedUp] = {}
     for scope, loop in _loops(tree, tree):
         if loop.lineno <= line <= loop.iter.end_lineno:  # type: ignore[operator]
-            adders = _adders(tree)
+            adders = _adders(tree, imported or {})
             for each in _Body(loop, adders).added:
                 if _used_after(each.name, scope, tree, loop):
                     found.setdefault(each.name, each)
@@ -63,13 +69,29 @@ def _loops(scope: ast.AST, node: ast.AST) -> Iterator[tuple[ast.AST, ast.For]]:
         yield from _loops(child if isinstance(child, Function) else scope, child)
 
 
-def _adders(tree: ast.AST) -> dict[str, set[str]]:
-    """For each name of an object of a class in ``tree``: the methods of the class that add to attributes, such as a meter's ``update``."""
+def imported_classes(file: str) -> dict[str, str]:
+    """The sources of the script's own classes that the module in ``file`` has imported, by their names in it."""
+    found = {}
+    for module in [each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == file]:
+        for name, value in vars(module).items():
+            with suppress(OSError, TypeError):  # no class, or one without a source
+                path = inspect.getfile(value) if isinstance(value, type) else file
+                if not (path == file or is_ours(path) or is_standard(path) or is_installed(path)):
+                    found[name] = dedent(inspect.getsource(value))
+    return found
+
+
+def _adders(tree: ast.AST, imported: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each name of an object of a class in ``tree`` or ``imported``: the methods of the class that add to attributes, such as a meter's
+    ``update``.
+    """
     classes: dict[str, set[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
-            classes[node.name] = {each.name for each in methods if any(map(_adds_to_self, ast.walk(each)))}
+    for alias, root in [*((name, ast.parse(source)) for name, source in imported.items()), ("", tree)]:
+        for node in ast.walk(root):
+            if isinstance(node, ast.ClassDef):
+                methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+                adders = {each.name for each in methods if any(map(_adds_to_self, ast.walk(each)))}
+                classes.setdefault(alias or node.name, set()).update(adders)
     objects: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from parwrap.data.loaders import is_replicated
 from parwrap.data.loops import GRADIENTS_OFF
-from parwrap.decorators.added_up import added_up
+from parwrap.decorators.added_up import added_up, imported_classes
 from parwrap.decorators.distributed import open_loop
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
@@ -322,7 +322,7 @@ class _Watcher(Interceptor):
         return [
             {"place": str(Place(place.file, each.line)), "name": each.name}
             for place in sorted(shares)
-            for each in added_up("".join(linecache.getlines(place.file)), place.line)
+            for each in added_up("".join(linecache.getlines(place.file)), place.line, imported_classes(place.file))
         ]
 
     def rows(self) -> list[dict[str, Any]]:

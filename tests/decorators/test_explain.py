@@ -132,14 +132,14 @@ def test_a_backward_says_what_its_strategy_does(strategy, verb, tmp_path):
 
 PHASES = """import sys, torch; sys.path.append("site-packages")
 from torch.utils.data import DataLoader, TensorDataset
-from fitting import fit
+from fitting import Metric, fit; from meters import Meter
 data = {phase: DataLoader(TensorDataset(torch.randn(n, 1)), batch_size=4, shuffle=True) for phase, n in (("train", 32), ("val", 12))}
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
     for phase in data:
         model.train(phase == "train")
-        above = total = steps = 0
+        above = total = steps = 0; meter, metric = Meter(), Metric()
         for (x,) in data[phase]:
             with torch.set_grad_enabled(phase == "train"):
                 loss = model(x).square().mean()
@@ -147,14 +147,19 @@ for _ in range(2):
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-            above += (x > 0).sum().item()
+            above += (x > 0).sum().item(); meter.update(x.mean().item()); metric.update(x)
             total += loss.item()
             steps += 1
-        print(above, total / steps)
+        print(above, total / steps, meter.sum, metric.sum)
 fit(model, optimizer, data["train"])
 fit(model, torch.optim.SGD(model.parameters(), lr=0.1), data["train"])
 """
 EVALUATE = "@evaluate shares it, exactly"
+METER = """class {}:
+    sum = 0
+    def update(self, value):
+        self.sum += value
+"""
 FITTING = """import torch
 def fit(model, optimizer, loader):
     for (x,) in loader:
@@ -171,7 +176,8 @@ def test_each_loop_and_kind_of_pass_has_a_row_and_what_a_training_loop_adds_up_i
     (tmp_path / "train.py").write_text(PHASES)
     library = tmp_path / "site-packages"
     library.mkdir()
-    (library / "fitting.py").write_text(FITTING)
+    (library / "fitting.py").write_text(FITTING + METER.format("Metric"))
+    (tmp_path / "meters.py").write_text(METER.format("Meter"))
 
     run = warm_python.run("parwrap", "explain", "--nproc-per-node", "2", "--report", "report.json", "train.py", cwd=tmp_path)
 
@@ -193,7 +199,9 @@ def test_each_loop_and_kind_of_pass_has_a_row_and_what_a_training_loop_adds_up_i
         ("2, 4: trains", "replicate(loader)"),
         ("2: gradients are off", EVALUATE),
     ] == [(row["rule"], row["change"]) for row in rows]
-    assert [{"place": "train.py:18", "name": "above"}] == told["added_up"]
+    assert [{"place": "train.py:18", "name": name} for name in ("above", "meter")] == told["added_up"], (
+        "a library's metric may know all ranks"
+    )
     assert "`parwrap.total(..., of=loader)` adds up over all ranks:\n  train.py:18  above\n" in run.stderr
 
 
