@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from parwrap.data.samplers import Count
-from parwrap.errors import UsageError
+from parwrap.errors import UsageError, counted
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import Passes
-from parwrap.places import warn
+from parwrap.places import Place, warn
 
 __all__ = ["Totals"]
 
@@ -56,17 +56,20 @@ class Totals:
         self._last[loader] = opened
         if counting is not None:
             self._counts[opened] = counting
-        if opened.in_thread:
-            self._note(opened)
-            return
-        if self._totalled:
-            self._since, self._totalled = [], False
         self._note(opened)
-        self._newest = opened
-        if opened.trains:
-            self.tell()
+        if not opened.in_thread:
+            self._newest = opened
+            if opened.trains:
+                self.tell()
+
+    def evaluates(self, loader: Any, place: Place) -> None:
+        """Note that a pass over ``loader`` begins at ``place`` in ``@evaluate``: what is returned is merged, so it is of all samples."""
+        self._last[loader] = merged = Pass(trains=False, shared=False, place=place)
+        self._note(merged)
 
     def _note(self, opened: Pass) -> None:
+        if self._totalled and not opened.in_thread:
+            self._since, self._totalled = [], False
         if all(each.shared != opened.shared or each.in_thread != opened.in_thread for each in self._since):
             self._since.append(opened)
 
@@ -114,8 +117,7 @@ class Totals:
         if last is None:
             raise UsageError(
                 f"parwrap.total(of=...) takes a loader whose samples the values are computed from, but the ranks have read none from this "
-                f"{type(loader).__name__}. Pass the DataLoader itself, and not a bar or an iterator over it, after a pass over it. What "
-                "@parwrap.evaluate returns is the total already."
+                f"{type(loader).__name__}. Pass the DataLoader itself, and not a bar or an iterator over it, after a pass over it."
             )
         self._after_total()
         return last
@@ -148,27 +150,29 @@ class Totals:
         self.added_up()
 
     def repeated(self, opened: Pass, samples: int) -> None:
-        """Warn once for a line that the ranks together have read so many ``samples`` of the pass ``opened`` more than once."""
+        """Warn once for a line that ranks repeat so many ``samples`` in the pass ``opened``."""
         if samples and opened.place not in self._warned:
             self._warned.add(opened.place)
-            of = f" of {opened.whole}" if opened.whole is not None else ""
+            over = f" over {counted(opened.whole, 'sample')}" if opened.whole is not None else ""
             warn(
-                f"parwrap: the pass at {opened.place} reads {samples}{of} samples on two ranks, so that all ranks have as many batches, "
-                f"and parwrap.total counts them twice. Divide by a number that is counted alike. {self._remedy(opened)}"
+                f"parwrap: ranks repeat {counted(samples, 'sample')} in the pass at {opened.place}{over}, so that all have as many "
+                f"batches, and parwrap.total counts them again. Divide by a number that is counted alike. {self._remedy(opened)}"
             )
 
     def warn_of_losses(self, opened: Pass, values: Mapping[str, Any]) -> None:
         """Warn, once for a line, of a value that is the sum of the losses of the pass ``opened``: these are means over ranks already.
 
+        Not if the number of batches is another value, as in an average meter: divided by its total, the sum is the mean.
+
         Args:
             opened: the pass that the values are computed from.
             values: the values, each with the expression that reaches it.
         """
-        losses = opened.losses
-        if not math.isfinite(losses) or not losses or opened.samples == opened.drawn or (opened.place, "losses") in self._warned:
+        losses, numbers = opened.losses, {name: _number(value) for name, value in values.items()}
+        if not math.isfinite(losses) or not losses or opened.drawn in (opened.samples, *numbers.values()):
             return
-        for name, value in values.items():
-            if math.isclose(_number(value), losses, rel_tol=SAME):
+        for name, number in numbers.items():
+            if math.isclose(number, losses, rel_tol=SAME) and (opened.place, "losses") not in self._warned:
                 self._warned.add((opened.place, "losses"))
                 warn(
                     f"parwrap: parwrap.total() adds up values{name}, the sum of the losses after their backward() in the pass at "

@@ -301,25 +301,30 @@ def same_draws() -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(divides: bool) -> Iterator[Callable[[], None]]:
+def evaluating(divides: bool) -> Iterator[Callable[[Any], None]]:
     """Inside the block, ranks evaluate: all draw the same, and nothing trains.
 
     Args:
         divides: whether each rank reads a part of the data; otherwise it reads all.
 
     Yields:
-        a function that every rank calls when a pass of the evaluation begins.
+        a function that every rank calls with the loader when a pass of the evaluation begins.
     """
     if _scope is None or (strategy := _scope.strategy) is None:
-        yield lambda: None
+        yield lambda loader: None
         return
     passes, totals = strategy.loop.passes, strategy.loop.totals
     opened = Pass(trains=False, shared=divides, place=script_place())
     passes.begin(opened)
     before, totals.evaluating = totals.evaluating, True
+
+    def begins(loader: Any) -> None:
+        strategy.begins_pass(False)
+        totals.evaluates(loader, script_place())
+
     try:
         with same_draws():
-            yield lambda: strategy.begins_pass(False)
+            yield begins
     finally:
         totals.evaluating = before
         passes.end(opened)

@@ -290,7 +290,7 @@ def _whole(call: _JointCall, reads: Callable[[DataLoader], None] = lambda loader
     with evaluating(divides=False) as begins:
 
         def begins_pass(loader: DataLoader) -> None:
-            begins()
+            begins(loader)
             reads(loader)
 
         evaluation = Evaluation(world.rank, world.size, begins_pass, divides=False)
@@ -322,7 +322,7 @@ def _divided(call: _JointCall, states: Any = None) -> tuple[Any, list[Part]]:
     with evaluating(divides=True) as begins:
         if states is not None:
             set_states(states)
-        evaluation = Evaluation(world.rank, world.size, lambda loader: begins())
+        evaluation = Evaluation(world.rank, world.size, begins)
         with warnings.catch_warnings():  # a metric of a rank that stands in has no data
             warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric .* was called before the ``update``")
             result, error = _attempt(call, evaluation)

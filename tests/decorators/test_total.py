@@ -80,7 +80,7 @@ def test_samples_that_do_not_divide_count_once_or_total_says_how_many_count_twic
         padded = -(samples % size)
     texts = [str(each.message) for each in said if "parwrap.total" in str(each.message)]
     assert samples + padded == numbers["seen"]
-    assert [True] * (padded > 0) == [f"reads {padded} of {samples} samples on two ranks" in text for text in texts]
+    assert [True] * (padded > 0) == [f"ranks repeat {padded} sample" in text and f"over {samples} samples" in text for text in texts]
 
 
 @pytest.mark.ranks(2)
@@ -88,7 +88,7 @@ def test_batches_of_a_custom_sampler_that_are_dealt_twice_are_counted():
     loader = DataLoader(dataset(12), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
     with parwrap.distributed():
         trained = Loop().train(parwrap.shard(loader))
-        with pytest.warns(UserWarning, match="reads 4 samples on two ranks"):
+        with pytest.warns(UserWarning, match="ranks repeat 4 samples in the pass"):
             numbers = parwrap.total(trained, of=loader)
 
     assert 16 == numbers["seen"]
@@ -189,6 +189,22 @@ def test_a_sum_of_losses_over_batches_is_named_because_they_are_means_already(we
 
 
 @pytest.mark.ranks(2)
+def test_a_sum_of_losses_with_the_number_of_batches_is_a_mean_and_not_named():
+    loader, running, batches = DataLoader(dataset(24), 4), 0.0, 0
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop = Loop()
+        for (x,) in loader:
+            loss = loop.model(x).square().mean()
+            loss.backward()
+            loop.optimizer.step()
+            running, batches = running + loss.item(), batches + 1
+        summed, count = parwrap.total((running, batches), of=loader)
+
+    assert pytest.approx(running / batches) == summed / count
+
+
+@pytest.mark.ranks(2)
 def test_bad_input_is_refused():
     loader, other = DataLoader(dataset(10), 4), DataLoader(dataset(10), 4)
     with parwrap.distributed():
@@ -227,6 +243,20 @@ def test_a_total_within_evaluate_would_count_twice():
 
     with parwrap.distributed(), pytest.raises((UsageError, RankZeroError), match="reduce= merges its results already"):
         seen()
+
+
+@pytest.mark.ranks(2)
+def test_what_an_evaluation_returns_is_merged_already_also_where_the_loader_has_trained_in_shares():
+    loader = DataLoader(dataset(24), 4)
+    with parwrap.distributed():
+        loop = Loop()
+        trained = loop.train(loader)
+        evaluated = parwrap.evaluate(reduce="sum")(loop.evaluate)(loader)
+        with pytest.raises(UsageError, match=r"read a share and .* read everything.* Write parwrap.total\(values, of=loader\)"):
+            parwrap.total(evaluated)
+        assert of_one_process(24) == parwrap.total(evaluated, of=loader)
+        assert of_one_process(24) == parwrap.reduce_sum(trained)
+        assert of_one_process(24) == parwrap.total(parwrap.evaluate(reduce="sum")(loop.evaluate)(loader)), "no other pass since"
 
 
 def test_on_one_process_values_are_as_they_are():
