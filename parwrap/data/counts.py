@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.samplers import Count, DealtBatches, SplitBatches, batches_by_size
+from parwrap.data.streams import Dealt
 
 __all__ = ["counting"]
 
@@ -19,8 +20,11 @@ __all__ = ["counting"]
 def counting(share: DataLoader) -> Callable[[int, bool], Count | None]:
     """A function that gets how many batches of ``share`` the loop has drawn, and whether it has read all, and returns the count.
 
-    It returns ``None`` where the samplers do not show it, as for a stream, or for a pass that workers read ahead and the loop has left.
+    It returns ``None`` where neither samplers nor a stream that parwrap deals out show it, or for a pass of these that the loop has left.
     """
+    if isinstance(stream := share.dataset, Dealt):
+        batch_size = share.batch_size or 1 if share.drop_last else 1
+        return lambda batches, exhausted: stream.count(batch_size) if exhausted else None
     draws: Any = share.sampler if share.batch_sampler is None else share.batch_sampler
     if isinstance(draws, (DealtBatches, SplitBatches)):
         ahead = draws.weights is None and share.num_workers > 0

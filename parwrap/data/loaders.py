@@ -273,7 +273,7 @@ class Loaders(Sources, Interceptor):
         if not (may_end_apart and steps_together and self._passes.in_loop()):
             iteration.batches = begin()
             return
-        iteration.batches = EndsTogether(begin, self._group, options.uneven)
+        iteration.batches = EndsTogether(begin, self._group, options.uneven, opened.repeats_samples)
         opened.weights = deque() if options.uneven == "join" else None
 
     def go_on(self, iteration: _Iteration) -> None:

@@ -163,6 +163,7 @@ class PassIterator(Batches):
         """Note that a batch was drawn that has a weight, and return what the script gets of it."""
         if type(batch) is Part:
             opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
+            opened.repeats_samples(0 if batch.weight else batch.samples)
             batch = batch.batch
         self._passes.drew(opened, self.samples_in(batch), lambda drawn: lacks_samples(batch, drawn))
         return batch

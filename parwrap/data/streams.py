@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from parwrap.data.samplers import DealtBatches, part_of, samples_in
+from parwrap.data.samplers import Count, DealtBatches, part_of, samples_in
 from parwrap.errors import UsageError
 from parwrap.options import Options
 from parwrap.places import script_place
@@ -23,7 +24,7 @@ from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import without
 from parwrap.ranks.group import Group, reading_stream
 
-__all__ = ["CollatePart", "EndsTogether", "Part", "part_of_stream", "was_split"]
+__all__ = ["CollatePart", "Dealt", "EndsTogether", "Part", "part_of_stream", "was_split"]
 
 NOTHING = object()
 
@@ -65,20 +66,37 @@ class Dealt(_OfOneProcess):
         rank: this rank.
         size: the number of ranks.
         uneven: the treatment of the last samples, as in :class:`DealtBatches`.
+        workers: the number of workers of the loader that reads it.
 
     >>> class Letters(IterableDataset):
     ...     def __iter__(self):
     ...         return iter("abcde")
     >>> list(Dealt(Letters(), 1, 2)), list(Dealt(Letters(), 1, 2, "drop"))
     (['b', 'd', 'a'], ['b', 'd'])
+    >>> dealt = Dealt(Letters(), 1, 2)
+    >>> list(dealt), dealt.count(1), dealt.count(2)
+    (['b', 'd', 'a'], Count(samples=3, repeated=1), Count(samples=2, repeated=0))
     """
 
-    def __init__(self, dataset: IterableDataset, rank: int, size: int, uneven: str = "pad") -> None:
+    def __init__(self, dataset: IterableDataset, rank: int, size: int, uneven: str = "pad", workers: int = 0) -> None:
         super().__init__(dataset)
         self._rank, self._size, self._uneven = rank, size, uneven
+        self._read = torch.zeros(max(1, workers), 2, dtype=torch.int64)  # by each worker: samples, and whether the last one is repeated
+        if workers:
+            self._read.share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(DealtBatches(super().__iter__(), self._rank, self._size, self._uneven))
+        info, samples = get_worker_info(), 0
+        dealt = DealtBatches(super().__iter__(), self._rank, self._size, self._uneven)
+        for sample in dealt:
+            samples += 1
+            yield sample
+        self._read[info.id if info else 0] = torch.tensor((samples, dealt.count().repeated > 0))
+
+    def count(self, batch_size: int) -> Count:
+        """What this rank has read in the pass that has ended, in batches of ``batch_size``: a smaller last batch was dropped."""
+        read = [(samples - samples % batch_size, repeats and samples % batch_size == 0) for samples, repeats in self._read.tolist()]
+        return Count(*map(sum, zip(*read, strict=True)))
 
 
 class _InitWorker(NamedTuple):
@@ -142,7 +160,7 @@ def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -
         return {"dataset": _split_by_node(loader.dataset, rank, size)}
     if loader.batch_size is None or (options.batch != "global" and options.uneven != "join"):
         uneven = "pad" if options.uneven == "join" else options.uneven
-        dataset: Any = Dealt(loader.dataset, rank, size, uneven)  # type: ignore[arg-type]
+        dataset: Any = Dealt(loader.dataset, rank, size, uneven, loader.num_workers)  # type: ignore[arg-type]
         return {"dataset": dataset, "worker_init_fn": _InitWorker(loader.worker_init_fn)}
     whole: Any = _OfOneProcess(loader.dataset)  # type: ignore[arg-type]
     together = loader.batch_size * (1 if options.batch == "global" else size)
@@ -181,13 +199,14 @@ class EndsTogether:
         group: the ranks.
         uneven: with ``"pad"``, a rank that has read its part begins it again; with ``"drop"``, all end with the shortest part; with
             ``"join"``, a rank that has read its part repeats its last batch with weight 0, and batches are :class:`Part`.
+        repeats: called with the number of samples of each batch that a rank repeats.
 
     Raises:
         UsageError: one rank has no batch at all, and another has one. Every rank raises it.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], group: Group, uneven: str) -> None:
-        self._begin, self._group, self._uneven = begin, group, uneven
+    def __init__(self, begin: Callable[[], Iterator[Any]], group: Group, uneven: str, repeats: Callable[[int], None]) -> None:
+        self._begin, self._group, self._uneven, self._repeats = begin, group, uneven, repeats
         self._batches = begin()
         self._last, self._has_read = NOTHING, False
 
@@ -211,6 +230,7 @@ class EndsTogether:
             raise StopIteration
         if batch is NOTHING:
             batch = self._last if self._uneven == "join" else self._again()
+            self._repeats(samples_in(batch))
         self._last = batch
         if self._uneven != "join":
             return batch

@@ -69,7 +69,7 @@ def total(values: Any, *, of: Any = None) -> Any:
     loop.same_step.catch_up()
     totals.warn_of_losses(last, leaves(values))
     count = totals.count(last)
-    values, repeated = summed("total", (values, 0 if count is None else count.repeated), group)
+    values, repeated = summed("total", (values, last.repeated if count is None else count.repeated), group)
     totals.repeated(last, repeated)
     return values
 

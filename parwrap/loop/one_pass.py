@@ -52,6 +52,7 @@ class Pass:
         drawn_after: the number of all backwards when it drew its last batch to train on; -1 before.
         modes: how often the script had set the mode of a module when it drew its last batch.
         samples: the number of samples in the batches drawn.
+        repeated: how many samples of a stream this rank has read only to have as many batches as the others.
         sizes: the number of samples in the first batch drawn and in the last one.
         in_flight: the last three batches drawn, or more if the loop has not trained on these yet; only if batches have weights.
         exhausted: whether it was read to its end.
@@ -85,6 +86,7 @@ class Pass:
     drawn_after: int = -1
     modes: int = 0
     samples: int = 0
+    repeated: int = 0
     sizes: tuple[int, int] = (0, 0)
     in_flight: deque[Batch] = field(default_factory=deque)
     exhausted: bool = False
@@ -120,6 +122,10 @@ class Pass:
         self.sizes = self.sizes[0] or samples, samples
         self.untrained += 1
         self.drawn_after = backwards
+
+    def repeats_samples(self, samples: int) -> None:
+        """Note that this rank repeats ``samples`` samples of a stream."""
+        self.repeated += samples
 
     def weigh(self, samples: int, lacks: Callable[[int], bool] | None) -> None:
         """Note the weight of the batch drawn last; ``lacks(n)`` returns whether some of ``n`` samples are not in it."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
 
 import parwrap
 from parwrap.errors import RankMismatchError, RankZeroError, UsageError
@@ -81,6 +81,43 @@ def test_samples_that_do_not_divide_count_once_or_total_says_how_many_count_twic
     texts = [str(each.message) for each in said if "parwrap.total" in str(each.message)]
     assert samples + padded == numbers["seen"]
     assert [True] * (padded > 0) == [f"ranks repeat {padded} sample" in text and f"over {samples} samples" in text for text in texts]
+
+
+class Numbers(IterableDataset):
+    """Sample ``i`` is the number ``i``; workers divide the samples."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return iter((torch.tensor([float(i)]),) for i in range(first, self.samples, step))
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize(
+    ("options", "samples", "workers", "padded"),
+    [
+        ({}, 25, 0, {2: 1, 3: 2}),
+        ({}, 26, 2, {2: 2, 3: 4}),  # 13 samples of each worker
+        ({}, 24, 2, {2: 0, 3: 0}),
+        ({"uneven": "drop"}, 25, 0, {2: -1, 3: -1}),
+        ({"uneven": "join"}, 25, 0, {2: 1, 3: 2}),  # the last batch has one sample
+        ({"batch": "global"}, 25, 1, {2: 1, 3: 2}),
+    ],
+    ids=str,
+)
+def test_samples_of_a_stream_that_do_not_divide_count_once_or_total_says_how_many_count_twice(size, options, samples, workers, padded):
+    loader, padded = DataLoader(Numbers(samples), 4, num_workers=workers, persistent_workers=workers > 1), padded[size]
+    with parwrap.distributed(**options), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loop = Loop()
+        seen = [parwrap.total(loop.train(parwrap.shard(loader)), of=loader)["seen"] for _ in range(2)]
+
+    texts = [str(each.message) for each in said if "parwrap.total" in str(each.message)]
+    assert [samples + padded] * 2 == seen
+    assert [True] * (padded > 0) == [f"ranks repeat {padded} sample" in text for text in texts]
 
 
 @pytest.mark.ranks(2)
@@ -332,11 +369,6 @@ def test_a_share_is_said_of_passes_of_one_batch_for_every_step(capsys):
     assert ([1] if parwrap.is_rank_zero() else []) == [line.count("read 4 of 24 samples on each of 2 ranks") for line in said]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter((torch.tensor([i]),) for i in torch.arange(12.0))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("total", ["total", "reduce_sum", "gather", "quiet", "nothing"])
 def test_a_script_that_totals_its_numbers_is_told_nothing(capsys, monkeypatch, total):
@@ -345,9 +377,9 @@ def test_a_script_that_totals_its_numbers_is_told_nothing(capsys, monkeypatch, t
     with parwrap.distributed():
         loop = Loop()
         for _ in range(2):
-            seen = loop.train(parwrap.shard(DataLoader(Stream(), 2)))["seen"]
+            seen = loop.train(parwrap.shard(DataLoader(Numbers(12), 2)))["seen"]
             if total in ("total", "reduce_sum", "gather"):
                 getattr(parwrap, total)(seen)
 
-    told = "read a share of its samples on each of 2 ranks" in capsys.readouterr().err
+    told = "read 6 samples on each of 2 ranks" in capsys.readouterr().err
     assert (total == "nothing" and parwrap.is_rank_zero()) == told
