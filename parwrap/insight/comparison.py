@@ -144,6 +144,7 @@ def compared(
     synchronized: bool = True,
     said: str = "",
     tolerance: float | None = None,
+    dropout: bool = True,
 ) -> Comparison:
     """Compare a run on one process with a run on several ranks.
 
@@ -157,6 +158,7 @@ def compared(
             if that is larger. By default :data:`TOLERANCE`, or :data:`TOLERANCE_OF_HALF` if a run has computed in half precision. A
             gradient may differ by 100 times this fraction of its norm, plus a tenth of this fraction of the largest norm so far. Each
             further step adds as much.
+        dropout: whether dropout was on.
     """
     result, half = Comparison(ranks), one.half or several.half
     if tolerance is None:
@@ -169,7 +171,7 @@ def compared(
             what, values, reasons = found
             if not reasons:
                 augmented = any(step.draws_reading for run in (one, several) for step in run.steps)
-                reasons = _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, half, said)
+                reasons = _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, half, said, dropout)
             result.difference = Difference(number, left.place, what, *values, reasons)
             return result
         result.steps = number
@@ -310,7 +312,9 @@ def _note_noise(left_out: list[torch.Tensor], one: Step, several: Step, noise: f
             out |= small & ((a != 0) | (b != 0))
 
 
-def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augmented: bool, half: bool, said: str) -> list[str]:
+def _reasons(
+    one: Step, several: Step, ranks: int, own_statistics: bool, augmented: bool, half: bool, said: str, dropout: bool
+) -> list[str]:
     """Why a step differs: first reasons that the records show, then reasons that they do not exclude.
 
     Args:
@@ -321,6 +325,7 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
         augmented: whether reading samples draws random numbers.
         half: whether a run has computed in half precision.
         said: what the run on several ranks has printed.
+        dropout: whether dropout was on.
     """
     reasons, on_ranks = [], f"on {counted(ranks, 'rank')}"
     for mine, theirs in zip(one.options, several.options, strict=False):
@@ -366,10 +371,8 @@ def _reasons(one: Step, several: Step, ranks: int, own_statistics: bool, augment
             "Divide by the number over all ranks, `parwrap.mean_over_ranks(sum, count)`"
         )
     if one.draws_training or several.draws_training:
-        reasons.append(
-            "the batch trains with random numbers (dropout, noise), which each rank draws for itself: this differs by design. --no-dropout "
-            "turns dropout off in both runs"
-        )
+        drawn, remedy = ("dropout, noise", ". --no-dropout turns dropout off in both runs") if dropout else ("noise, random negatives", "")
+        reasons.append(f"the batch trains with random numbers ({drawn}), which each rank draws for itself: this differs by design{remedy}")
     if own_statistics:
         reasons.append("batch norms use the statistics of each rank's part: --sync-bn synchronizes them")
     if not reasons and factor is not None:

@@ -132,7 +132,7 @@ def verify(
         synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
         options = {"batch": "global", "seed": seed, **options}
         several = run("several", nprocs, [distributed(**options), *synchronized], one.end or [len(one.steps)])
-        result = compared(one, several, nprocs, said="".join(said), tolerance=tolerance)
+        result = compared(one, several, nprocs, said="".join(said), tolerance=tolerance, dropout=dropout)
         result.mode = f"--batch {options['batch']}"
         with_prints(result, one, several, lambda: run("again", 1, [], one.end or [len(one.steps)]), tolerance)
         return result
@@ -205,7 +205,8 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
     around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asks else [])]
     run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
     several = recorded_in(run.folder, run.failed)
-    result = compared(one, several, ranks, synchronized=one.batch_norms or asks, said=run.said, tolerance=given.tolerance)
+    synchronized = one.batch_norms or asks
+    result = compared(one, several, ranks, synchronized=synchronized, said=run.said, tolerance=given.tolerance, dropout=settings.dropout)
 
     def again() -> Recorded:
         return recorded_in(run_in_scratch(1, asked.options, settings, asked.script, folder / "again").folder)

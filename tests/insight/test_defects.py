@@ -231,3 +231,10 @@ def test_the_first_reason_names_the_defect(name):
     assert not result.equal
     reason = result.difference.reasons[0]
     assert any(each in reason for each in (expected if isinstance(expected, tuple) else (expected,))), reason
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+def test_noise_is_not_answered_with_an_option_that_is_on(dropout):
+    result = parwrap.verify(lambda: fit(model=layers(Noisy())), steps=2, dropout=dropout)
+
+    assert dropout == ("--no-dropout" in result.difference.reasons[0])
