@@ -8,12 +8,15 @@ import linecache
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, cast
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -28,12 +31,14 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.intercept.warned import parwraps_warnings
+from parwrap.loop.losses import reached
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Line, Place, call_stack, from_script, script_place
 from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.group import rank, say, world_size
 from parwrap.strategies.strategy import Loop
+from parwrap.torch_private.tensors import sparse_values, version_of
 
 __all__ = ["explain"]
 
@@ -177,7 +182,7 @@ class _Averaged(_Row):
     Attributes:
         begin, end: when its first backward began and its last one ended, in seconds of ``time.perf_counter``.
         waited: how long its backwards have waited for averages, in seconds.
-        size: the number of parameters with gradients, and the megabytes of these.
+        size: the number of parameters whose gradients its first backward has changed, and the megabytes of these.
     """
 
     begin: float = 0.0
@@ -258,6 +263,9 @@ class _Watcher(Interceptor):
 
     def backward(self, call: Backward) -> None:
         row = cast(_Averaged, self._row("backward"))
+        looks = not row.size[0]
+        leaves = reached(call.roots) if looks else ()
+        before = self._gradients(leaves) if looks else {}
         row.begin, waited = row.begin or time.perf_counter(), self._loop.passes.clock.averages
         call.run()
         row.end = time.perf_counter()
@@ -265,9 +273,19 @@ class _Watcher(Interceptor):
         strategy = self._loop.options().strategy
         row.rule = f"5, strategy={strategy!r}" if strategy != "ddp" else "5"
         row.change = "no_sync(), @accumulate"
-        if not row.size[0]:
-            parameters = [p for optimizer in self._loop.optimizers.all() for p in parameters_of(optimizer) if p.grad is not None]
-            row.size = len(parameters), sum(p.grad.nbytes for p in parameters if p.grad is not None) / 1e6
+        if looks:
+            after = self._gradients(leaves)
+            changed = [
+                grad for p, (grad, version) in after.items() if p not in before or before[p][0] is not grad or before[p][1] != version
+            ]
+            row.size = len(changed), sum((sparse_values(grad) if grad.is_sparse else grad).nbytes for grad in changed) / 1e6
+
+    def _gradients(self, leaves: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[torch.Tensor, int]]:
+        """The gradients of the parameters of all optimizers and among ``leaves``, each with its version."""
+        optimizers = self._loop.optimizers
+        owned = (p for optimizer in optimizers.all() for p in parameters_of(optimizer))
+        free = (leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or not optimizers.were_built)
+        return {p: (p.grad, version_of(p.grad)) for p in chain(owned, free) if p.grad is not None}
 
     def stepped(self, optimizer: Optimizer) -> None:
         row = self._row(f"{type(optimizer).__name__}.step")

@@ -130,6 +130,30 @@ def test_a_backward_says_what_its_strategy_does(strategy, verb, tmp_path):
         assert (True, f"5, strategy={strategy!r}") == (row["what"].startswith(verb), row["rule"])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "averaged"),
+    [("another optimizer", "1 parameter, 8e-06 MB"), ("no optimizer", "1 parameter, 8e-06 MB"), ("sparse", "1 parameter, 1.6e-05 MB")],
+)
+def test_a_backward_counts_the_gradients_that_it_changes(kind, averaged, tmp_path):
+    def run():
+        model = nn.Embedding(5, 2, sparse=True)
+        weight = model.weight if kind == "sparse" else nn.Parameter(torch.ones(2))
+        optimizer = None if kind == "no optimizer" else torch.optim.SGD([weight], lr=0.1)
+        if kind == "another optimizer":
+            other = Loop()
+            other.train(DataLoader(data(), batch_size=3))  # its gradients stay
+        loss = model(torch.tensor([0, 3])) if kind == "sparse" else weight
+        loss.sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    rows, _ = rows_of(run, tmp_path)
+
+    if parwrap.rank() == 0:
+        assert f"averaged {averaged}, 1 times" == [row["what"] for row in rows if row["call"] == "backward"][-1]
+
+
 PHASES = """import sys, torch; sys.path.append("site-packages")
 from torch.utils.data import DataLoader, TensorDataset
 from fitting import Metric, fit; from meters import Meter
