@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import linecache
 import os
@@ -156,23 +157,36 @@ class _Read(_Row):
     """A loop over a loader, and one kind of its passes.
 
     Attributes:
-        last: its last pass; ``None`` for passes without a batch.
+        last: its last passes, the newest last: those that were open when this one began, as where loaders are zipped. Empty for passes
+            without a batch.
         sampler: the name of its sampler.
         whys: why its passes were of this kind, in the order of the passes.
-        batches: the number of batches of passes before the last one.
+        earlier: the number of batches of passes before these.
         trained: whether an optimizer has stepped in one of these.
     """
 
-    last: Pass | None = None
+    last: list[Pass] = field(default_factory=list)
     sampler: str = ""
     whys: dict[str, None] = field(default_factory=dict)
-    batches: int = 0
+    earlier: int = 0
     trained: bool = False
+
+    @property
+    def batches(self) -> int:
+        """The number of batches of all its passes."""
+        return self.earlier + sum(each.drawn for each in self.last)
 
     @property
     def has_trained(self) -> bool:
         """Whether an optimizer has stepped in one of its passes."""
-        return self.trained or (self.last is not None and self.last.trained)
+        return self.trained or any(each.trained for each in self.last)
+
+    def begins(self, opened: Pass, is_open: Callable[[Pass], bool]) -> None:
+        """Note that the pass ``opened`` begins; ``is_open`` returns whether another one is still read."""
+        ended = [each for each in self.last if not is_open(each)]
+        self.earlier += sum(each.drawn for each in ended)
+        self.trained = self.trained or any(each.trained for each in ended)
+        self.last = [each for each in self.last if each not in ended] + [opened]
 
 
 @dataclass
@@ -255,9 +269,8 @@ class _Watcher(Interceptor):
         row = self._rows[key]
         row.times += 1
         row.whys[why] = None
-        if row.last is not None:
-            row.batches, row.trained = row.batches + row.last.drawn, row.has_trained
-        row.last = opened
+        if opened is not None:
+            row.begins(opened, self._loop.passes.is_open)
 
     # training
 
@@ -294,10 +307,12 @@ class _Watcher(Interceptor):
     # files and output
 
     def save(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        row = self._row("torch.save")
-        with suppress(TypeError):
-            row.what = f"rank 0 writes {os.path.basename(os.fsdecode(kwargs.get('f', args[1] if len(args) > 1 else '')))}"
-        row.what, row.rule, row.change = row.what or "rank 0 writes", "8", "every_rank_writes()"
+        file = kwargs.get("f", args[1] if len(args) > 1 else "")
+        if not isinstance(file, io.BytesIO):  # into which a tensor is pickled that goes to another rank
+            row = self._row("torch.save")
+            with suppress(TypeError):
+                row.what = f"rank 0 writes {os.path.basename(os.fsdecode(file))}"
+            row.what, row.rule, row.change = row.what or "rank 0 writes", "8", "every_rank_writes()"
         return wrapped(*args, **kwargs)
 
     def open(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -319,13 +334,15 @@ class _Watcher(Interceptor):
         ranks = self._loop.group.world.size
         if isinstance(row, _Read):
             passes = counted(row.times, "pass")
-            if row.last is None:
+            if not row.last:
                 return f"{passes} without a batch"
-            of = "" if row.last.whole is None else f" of {row.last.whole}"
-            share = f"each of {ranks} ranks {row.last.samples}{of} samples" if row.last.shared else "all samples on every rank"
-            batches = counted(row.batches + row.last.drawn, "batch")
-            idle = ", no optimizer has stepped" if row.last.shared and not row.has_trained else ""
-            return f"{share}, {row.sampler}, {passes}, {batches}{idle}"
+            last, idle = row.last[-1], ""
+            share = "all samples on every rank"
+            if last.shared:
+                of = "" if last.whole is None else f" of {last.whole}"
+                share = f"each of {ranks} ranks {last.samples}{of} samples"
+                idle = "" if row.has_trained else ", no optimizer has stepped"
+            return f"{share}, {row.sampler}, {passes}, {counted(row.batches, 'batch')}{idle}"
         if isinstance(row, _Averaged):
             averaged = self._loop.options().strategy in ("ddp", "zero1", "fsdp")
             verb = "averaged" if averaged else "this rank's gradients of"
@@ -336,7 +353,7 @@ class _Watcher(Interceptor):
 
     def added_up(self) -> list[dict[str, str]]:
         """The names that loops which read a share add up, and that the script uses after them."""
-        shares = {each.place for each in self._rows.values() if isinstance(each, _Read) and each.last is not None and each.last.shared}
+        shares = {each.place for each in self._rows.values() if isinstance(each, _Read) and each.last and each.last[-1].shared}
         return [
             {"place": str(Place(place.file, each.line)), "name": each.name}
             for place in sorted(shares)
@@ -348,7 +365,7 @@ class _Watcher(Interceptor):
         for row in self._rows.values():
             if isinstance(row, _Read):
                 row.rule = f"{row.rule}: {'; later '.join(row.whys)}"
-                if row.last is not None and not row.change:  # whole
+                if row.last and not row.change:  # whole
                     row.change = "shard(loader)" if row.has_trained else "@evaluate shares it, exactly"
         found = sorted(self._rows.values(), key=lambda row: row.place)
         return [

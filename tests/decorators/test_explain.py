@@ -1,5 +1,6 @@
 """``@explain``: what the table says of a loop on two ranks."""
 
+import io
 import json
 import os
 import re
@@ -69,6 +70,24 @@ def test_each_line_of_a_loop_has_a_row_in_the_order_of_the_script(tmp_path, capf
         assert re.search(
             r"(?m)^parwrap explains:\nline +call +what parwrap did +by rule +what changes it\ntest_explain.py:\d+ +DataLoader +each", text
         )
+
+
+@pytest.mark.ranks(2)
+def test_zipped_loaders_have_the_batches_of_both_and_what_stays_in_memory_is_no_file(tmp_path):
+    def run():
+        loop, one, other = Loop(), DataLoader(data(), batch_size=3, shuffle=True), DataLoader(data(), batch_size=3, shuffle=True)
+        for _ in range(2):
+            for (x,), (y,) in zip(one, other, strict=True):
+                loop.model(x + y).square().mean().backward()
+                loop.optimizer.step()
+        parwrap.gather(x)
+        torch.save(x, io.BytesIO())
+
+    rows, _ = rows_of(run, tmp_path)
+
+    if parwrap.rank() == 0:
+        assert ["DataLoader", "backward", "SGD.step"] == [row["call"] for row in rows]
+        assert "each of 2 ranks 6 of 12 samples, RandomSampler, 4 passes, 8 batches" == rows[0]["what"]
 
 
 @pytest.mark.ranks(2)
