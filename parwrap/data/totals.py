@@ -43,6 +43,8 @@ class Totals:
         self._size, self._passes, self._say = size, passes, say
         self.evaluating = False
         self._last: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # the last pass over each loader
+        self._earlier: weakref.WeakKeyDictionary[Any, list[Pass]] = weakref.WeakKeyDictionary()  # passes that no total covers
+        self._drawn: weakref.WeakKeyDictionary[Pass, int] = weakref.WeakKeyDictionary()  # the batches of a pass at its last total
         self._since: list[Pass] = []  # the first pass in shares and the first whole one since the last total
         self._totalled = False  # whether there was a total since the last pass began
         self._counts: weakref.WeakKeyDictionary[Pass, Counting] = weakref.WeakKeyDictionary()
@@ -53,7 +55,7 @@ class Totals:
 
     def begins(self, loader: Any, opened: Pass, counting: Counting | None) -> None:
         """Note that the pass ``opened`` over ``loader`` begins; ``counting`` counts its samples, if it reads a share."""
-        self._last[loader] = opened
+        self._follows(loader, opened)
         if counting is not None:
             self._counts[opened] = counting
         self._note(opened)
@@ -64,8 +66,24 @@ class Totals:
 
     def evaluates(self, loader: Any, place: Place) -> None:
         """Note that a pass over ``loader`` begins at ``place`` in ``@evaluate``: what is returned is merged, so it is of all samples."""
-        self._last[loader] = merged = Pass(trains=False, shared=False, place=place)
+        merged = Pass(trains=False, shared=False, place=place)
+        self._follows(loader, merged)
         self._note(merged)
+
+    def _follows(self, loader: Any, opened: Pass) -> None:
+        """Note that ``opened`` is the last pass over ``loader`` now. Keep the one before, if it has trained since its last total."""
+        before, self._last[loader] = self._last.get(loader), opened
+        if before is None or before.in_thread:  # what depends on when a thread runs is not compared
+            return
+        if before in self._drawn:
+            self._earlier.pop(loader, None)
+        earlier = self._earlier.setdefault(loader, [])
+        if before.trained and before.drawn > self._drawn.get(before, 0) and all(each.shared != before.shared for each in earlier):
+            earlier.append(before)
+
+    def other_kind(self, loader: Any, last: Pass) -> Pass | None:
+        """A pass over ``loader`` that trained after the last total, in shares if ``last`` was whole, or whole if that was in shares."""
+        return next((each for each in self._earlier.get(loader, ()) if each.shared != last.shared), None)
 
     def _note(self, opened: Pass) -> None:
         if self._totalled and not opened.in_thread:
@@ -119,6 +137,14 @@ class Totals:
                 f"parwrap.total(of=...) takes a loader whose samples the values are computed from, but the ranks have read none from this "
                 f"{type(loader).__name__}. Pass the DataLoader itself, and not a bar or an iterator over it, after a pass over it."
             )
+        other = self.other_kind(loader, last)
+        if other is not None and last.trained:
+            raise UsageError(
+                "parwrap.total() cannot tell which pass the values are computed from: since the last total the loader was read "
+                f"{_how(other)} and {_how(last)}. Write parwrap.total(values, of=loader) before the next pass begins, or give ranks shares "
+                "in every pass, by parwrap.shard(loader) where the loader is made."
+            )
+        self._drawn[last] = last.drawn
         self._after_total()
         return last
 
@@ -139,6 +165,7 @@ class Totals:
         elif len(since) > 1 or since[0].in_thread:
             unclear = " and ".join(f"{each.place} read {'a share' if each.shared else 'everything'}" for each in since)
         else:
+            self._drawn.update((each, each.drawn) for each in self._last.values())
             self._after_total()
             return since[0]
         raise UsageError(
@@ -202,6 +229,10 @@ class Totals:
             f"parwrap: reduce_sum adds up numbers that are equal on all ranks, after every rank has read everything at {newest.place}: the "
             f"sum is {self._size} times that of one process. parwrap.total(values, of=loader) adds up only what comes from shares."
         )
+
+
+def _how(opened: Pass) -> str:
+    return f"{'in shares' if opened.shared else 'whole'} at {opened.place}"
 
 
 def _number(value: Any) -> float:

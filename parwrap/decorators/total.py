@@ -63,7 +63,7 @@ def total(values: Any, *, of: Any = None) -> Any:
             "outside, or leave it out."
         )
     last = totals.decided() if of is None else totals.of(of)
-    values = _agreed(values, last, group)
+    values = _agreed(values, last, None if of is None else totals.other_kind(of, last), group)
     if not last.shared:
         return summed("total", values, None)
     loop.same_step.catch_up()
@@ -74,8 +74,14 @@ def total(values: Any, *, of: Any = None) -> Any:
     return values
 
 
-def _agreed(values: Any, last: Pass, group: Group) -> Any:
+def _agreed(values: Any, last: Pass, share: Pass | None, group: Group) -> Any:
     """``values``, once all ranks total a pass that was read in the same way, and after a whole pass the same values; then those of rank 0.
+
+    Args:
+        values: the values.
+        last: the pass.
+        share: an earlier pass over the same loader in shares, whose numbers have no total.
+        group: the ranks.
 
     Raises:
         RankMismatchError: they do not.
@@ -100,11 +106,12 @@ def _agreed(values: Any, last: Pass, group: Group) -> Any:
             expressions = list(leaves(values))
             name = f" of values{expressions[at]}" if expressions[at] else ""
             shown = [_shown(each[at]) for _, _, each in everyones]
+            earlier = f"If they come from the share read at {share.place}, total them before the next pass. " if share else ""
             return RankMismatchError(
                 f"parwrap.total() got different numbers{name} after a pass that every rank has read whole, at {last.place}: {shown[0]} on "
-                f"rank 0 and {shown[rank]} on rank {rank}. If they come from another loader, name it: parwrap.total(values, of=loader). If "
-                "each rank has read other samples, as of a stream that divides itself, parwrap.reduce_sum adds them up. Times and draws of "
-                "each rank have no total: parwrap.broadcast(value) takes rank 0's."
+                f"rank 0 and {shown[rank]} on rank {rank}. {earlier}If they come from another loader, name it: "
+                "parwrap.total(values, of=loader). If each rank has read other samples, as of a stream that divides itself, "
+                "parwrap.reduce_sum adds them up. Times and draws of each rank have no total: parwrap.broadcast(value) takes rank 0's."
             )
         return None
 

@@ -94,7 +94,7 @@ class Comparison:
         if first is None:
             weights = "" if self.equal else "weights are "
             equal = f"{weights}equal to {reference} after {counted(self.steps, 'step')} {where}"
-            left_out = f"; {self.left_out} values whose gradients are only rounding errors are left out" if self.left_out else ""
+            left_out = f"; left out, because gradients are only rounding errors: {counted(self.left_out, 'value')}" if self.left_out else ""
             no_numbers = f"; {self.no_numbers} values are nan or infinite in both" if self.no_numbers else ""
             return f"{equal}: largest difference {self.largest:.1g} ({self.name}){left_out}{no_numbers}{self._of_printed()}"
         at = f"step {first.step}" + (f" ({first.place})" if first.place else "")

@@ -1,5 +1,6 @@
 """``parwrap.total`` against one process: a pass in shares is added up, a whole pass is as it is; and what parwrap prints about shares."""
 
+import itertools
 import math
 import warnings
 
@@ -182,7 +183,38 @@ def test_numbers_that_differ_after_a_whole_pass_are_an_error_that_names_them():
         with pytest.raises(RankMismatchError, match=r"different numbers of values\['mine'\].*0.5 on rank 0 and 1.5 on rank 1"):
             parwrap.total({"seen": seen, "mine": parwrap.rank() + 0.5}, of=loader)
         assert {"seen": 10} == parwrap.total({"seen": seen}, of=loader), "the ranks go on together"
+        loop, loader = Loop(), DataLoader(dataset(10), 4, shuffle=True)
+        trained = loop.train(loader)
+        loop.evaluate(loader)
+        with pytest.raises(RankMismatchError, match=r"the share read at test_total.py:\d+, total them before the next pass"):
+            parwrap.total(trained, of=loader)
         assert 1.0 == parwrap.total(1.0 + parwrap.rank() * 1e-6, of=loader), "rounding: rank 0's"
+
+
+@pytest.mark.ranks(2)
+def test_numbers_of_training_passes_in_shares_and_whole_have_no_common_total():
+    loader = DataLoader(dataset(24), 4, shuffle=True)
+
+    def steps(loop, count, batches):
+        for (x,) in itertools.islice(batches, count):
+            loop.model(x).square().mean().backward()
+            loop.optimizer.step()
+        return count * 4
+
+    with parwrap.distributed():
+        loop = Loop()
+        first = iter(loader)
+        seen = steps(loop, 2, first)
+        assert 16 == parwrap.total(seen, of=loader)
+        steps(loop, 1, first)
+        second = iter(loader)  # of another line, which has not trained before
+        steps(loop, 1, second)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"in shares at .* and whole at .*parwrap.shard\(loader\)"):
+                parwrap.total(8, of=loader)
+        steps(loop, 3, parwrap.shard(loader))
+        with pytest.raises(UsageError, match=r"whole at .* and in shares at"):
+            parwrap.total(12, of=loader)
 
 
 @pytest.mark.ranks(2)

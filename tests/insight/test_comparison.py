@@ -92,7 +92,7 @@ def test_values_whose_gradients_are_rounding_are_left_out():
     result = found([one], [several])
 
     assert (True, 1) == (result.equal, result.left_out)
-    assert str(result).splitlines()[0].endswith("; 1 values whose gradients are only rounding errors are left out")
+    assert str(result).splitlines()[0].endswith("; left out, because gradients are only rounding errors: 1 value")
 
 
 def test_in_half_precision_more_gradients_are_rounding():
