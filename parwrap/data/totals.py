@@ -138,11 +138,13 @@ class Totals:
                 f"{type(loader).__name__}. Pass the DataLoader itself, and not a bar or an iterator over it, after a pass over it."
             )
         other = self.other_kind(loader, last)
-        if other is not None and last.trained:
-            raise UsageError(
-                "parwrap.total() cannot tell which pass the values are computed from: since the last total the loader was read "
-                f"{_how(other)} and {_how(last)}. Write parwrap.total(values, of=loader) before the next pass begins, or give ranks shares "
-                "in every pass, by parwrap.shard(loader) where the loader is made."
+        if other is not None and last.trained and (last.place, other.place) not in self._warned:
+            self._warned.add((last.place, other.place))
+            warn(
+                f"parwrap: parwrap.total() totals the last pass over the loader, which ranks have read {_how(last)}. An earlier one, which "
+                f"they have read {_how(other)}, has trained since the last total: values that cover both are wrong. Write "
+                "parwrap.total(values, of=loader) after each pass, or give ranks shares in every pass, by parwrap.shard(loader) where the "
+                "loader is made."
             )
         self._drawn[last] = last.drawn
         self._after_total()
