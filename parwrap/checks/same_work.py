@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.places import Place
 
@@ -23,11 +24,12 @@ class SameWork:
 
     Args:
         passes: the open passes.
+        optimizers: the optimizers of the script.
         say: prints a line on rank 0.
     """
 
-    def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
-        self._passes, self._say = passes, say
+    def __init__(self, passes: Passes, optimizers: Optimizers, say: Callable[[str], None]) -> None:
+        self._passes, self._optimizers, self._say = passes, optimizers, say
         self._seen: dict[Place, list[bool]] = {}
         self._done = False
 
@@ -36,11 +38,14 @@ class SameWork:
         self._done = True
 
     def watches(self, place: Place) -> bool:
-        """Whether to compare losses at the line ``place``, which is not in a pass over shares. Not in an evaluation: no optimizer steps."""
+        """Whether to compare losses at the line ``place``, which is not in a pass over shares.
+
+        Not in an evaluation, where no optimizer steps. A script without an optimizer may step by hand.
+        """
         if self._done or len(self._seen.get(place, ())) >= STEPS:
             return False
         innermost = self._passes.innermost
-        return innermost is None or innermost.trains or innermost.trained
+        return innermost is None or innermost.trains or innermost.trained or not self._optimizers.were_built
 
     def compare(self, place: Place, loss: float, mean: float) -> None:
         """Compare this rank's ``loss`` in a step at the line ``place`` with the ``mean`` over the ranks.
@@ -58,9 +63,10 @@ class SameWork:
         """Why the ranks compute the same, and what changes it."""
         innermost = self._passes.innermost
         if innermost is not None and innermost.why_whole:
+            later = "; a loop that has trained gets shares from its next pass on" if self._optimizers.were_built else ""
             return (
                 f"Every rank reads everything in the pass at {innermost.place}: {innermost.why_whole}. parwrap.shard(loader) gives each "
-                "rank a share in every pass; a loop that has trained gets shares from its next pass on"
+                f"rank a share in every pass{later}"
             )
         if innermost is not None:
             return f"parwrap.replicate(loader) lets every rank read everything in the pass at {innermost.place}: remove it for shares"

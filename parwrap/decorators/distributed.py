@@ -526,7 +526,7 @@ class _Scope(Interceptor):
         self._undo.callback(optimizers.close)
         self._interrupts = interrupts = Interrupts()
         self._undo.enter_context(interrupts.installed())
-        same_step = SameStep(group, passes, SameWork(passes, say), interrupts)
+        same_step = SameStep(group, passes, SameWork(passes, optimizers, say), interrupts)
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
         streams.begin(options.seed is not None)

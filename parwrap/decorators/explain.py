@@ -366,7 +366,8 @@ class _Watcher(Interceptor):
             if isinstance(row, _Read):
                 row.rule = f"{row.rule}: {'; later '.join(row.whys)}"
                 if row.last and not row.change:  # whole
-                    row.change = "shard(loader)" if row.has_trained else "@evaluate shares it, exactly"
+                    by_hand = row.last[-1].backwards and not self._loop.optimizers.were_built
+                    row.change = "shard(loader)" if row.has_trained or by_hand else "@evaluate shares it, exactly"
         found = sorted(self._rows.values(), key=lambda row: row.place)
         return [
             {"place": str(row.place), "call": row.call, "times": row.times, "what": self._told(row), "rule": row.rule, "change": row.change}

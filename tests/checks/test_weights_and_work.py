@@ -368,6 +368,7 @@ def test_ranks_are_told_that_they_compute_the_same_until_a_remedy_works(capfd, o
     ("how", "said"),
     [
         ("no optimizer yet", "no optimizer has been built. parwrap.shard(loader) gives"),
+        ("by hand", "no optimizer has been built. parwrap.shard(loader) gives"),
         ("in eval mode", r"the model is in eval mode since test_weights_and_work.py:\d+. parwrap.shard(loader) gives"),
         ("replicated", r"replicate(loader) lets every rank read everything in the pass at test_weights_and_work.py:\d+: remove it"),
         ("a list of batches", r"come from the loader read at test_weights_and_work.py:\d+, parwrap.shard(loader) gives"),
@@ -378,11 +379,18 @@ def test_ranks_that_compute_the_same_are_told_why(capfd, how, said):
     def run():
         loader, model, optimizer = DataLoader(data(12), batch_size=2), nn.Linear(4, 1), None
         batches = list(loader) if how == "a list of batches" else parwrap.replicate(loader) if how == "replicated" else loader
-        if how != "no optimizer yet":
+        if how not in ("no optimizer yet", "by hand"):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         if how == "in eval mode":
             model.eval()
         for (x,) in batches:
+            if how == "by hand":
+                model.zero_grad()
+                model(x).square().mean().backward()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.01 * p.grad
+                continue
             optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
             optimizer.zero_grad()
             model(x).square().mean().backward()

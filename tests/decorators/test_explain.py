@@ -150,6 +150,19 @@ def test_a_backward_says_what_its_strategy_does(strategy, verb, tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_loop_that_steps_by_hand_may_be_sharded(tmp_path):
+    def run():
+        model = nn.Linear(1, 1)
+        for (x,) in DataLoader(data(), batch_size=3):
+            model(x).sum().backward()
+
+    rows, _ = rows_of(run, tmp_path)
+
+    if parwrap.rank() == 0:
+        assert "shard(loader)" == rows[0]["change"]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "averaged"),
     [("another optimizer", "1 parameter, 8e-06 MB"), ("no optimizer", "1 parameter, 8e-06 MB"), ("sparse", "1 parameter, 1.6e-05 MB")],

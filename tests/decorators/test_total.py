@@ -209,7 +209,7 @@ def test_a_training_pass_that_was_read_in_the_other_way_since_the_last_total_is_
         steps(loop, 1, first)
         second = iter(loader)  # of another line, which has not trained before
         steps(loop, 1, second)
-        with pytest.warns(UserWarning, match=r"read whole at .* read in shares at .*, has trained since the last total.*parwrap.shard\(loader\)"):
+        with pytest.warns(UserWarning, match=r"whole at .* in shares at .*, has trained since the last total.*shard\(loader\)"):
             assert 4 == parwrap.total(4, of=loader)
 
 
