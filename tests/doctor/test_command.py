@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -75,9 +77,15 @@ def warm_doctor(warm_python, tmp_path):
 
 @pytest.fixture
 def as_rank():
-    """The variables of one of two ranks that meet at a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
+    """The variables of one of two ranks that meet at a free port.
+
+    The system gives no such low port to a connection: a rank that knocks before the other listens could else connect to itself.
+    """
+    port = None
+    while port is None:
+        candidate = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", candidate)):
+            port = str(candidate)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return lambda rank: place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
