@@ -206,13 +206,7 @@ class Positions:
         mine: this rank's page, as it was written last; its state may have changed since.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        ranks: Iterable[int],
-        alike: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, ranks: Iterable[int], alike: Callable[[], bool] = lambda: True) -> None:
         self._rank, self._ranks, self._alike, self.done = rank, tuple(ranks), alike, (0, 0)
         self._others = [index for index in range(len(self._ranks)) if index != rank]
         self.opening = _openings[folder]
@@ -301,7 +295,7 @@ class Positions:
     def run(self) -> None:
         """Say that this rank has what it waited for, unless it has stopped."""
         at = self._rank * WORDS + STATE
-        if RAISED != self._numbers[at] < APART:
+        if RAISED != self._numbers[at] < APART:  # as _has_stopped, without a call in each step
             self._numbers[at] = RUNS
 
     def raised(self, error: BaseException) -> None:
@@ -321,9 +315,8 @@ class Positions:
                 ``timeout`` seconds.
         """
         self._refuse_to_go_on()
-        self._numbers[self._rank * WORDS + DONE], self._numbers[self._rank * WORDS + DONE + 1] = self.done
         deadline = time.monotonic() + timeout
-        self._set(State.ENDED)
+        self._write(self.mine._replace(state=State.ENDED))
         since: float | None = None
         while True:
             pages = {other: self._read(other) for other in self._others}

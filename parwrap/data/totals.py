@@ -22,7 +22,6 @@ READ_MORE = "docs/numbers.rst"
 Counting = Callable[[int, bool], Count | None]
 """As :func:`parwrap.data.counts.counting` returns."""
 
-
 SAME = 1e-5
 """The relative difference up to which a value is the sum of the losses: a script may add them up in float32."""
 

@@ -163,7 +163,7 @@ def any_rank(flag: Any) -> bool:
     >>> any_rank(False)
     False
     """
-    return bool(_reduce("any_rank", int(bool(flag)), group_for("any_rank"), _total) > 0)
+    return bool(summed("any_rank", int(bool(flag)), group_for("any_rank")) > 0)
 
 
 def all_ranks(flag: Any) -> bool:
@@ -172,7 +172,7 @@ def all_ranks(flag: Any) -> bool:
     >>> all_ranks(True)
     True
     """
-    return bool(_reduce("all_ranks", int(bool(flag)), group_for("all_ranks"), _total) == world_size())
+    return bool(summed("all_ranks", int(bool(flag)), group_for("all_ranks")) == world_size())
 
 
 def group_for(name: str) -> Group | None:
