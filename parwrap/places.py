@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ __all__ = [
     "begin_here",
     "call_site",
     "call_stack",
+    "codes_of",
     "from_script",
     "is_installed",
     "is_ours",
@@ -125,27 +125,29 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
-    """A key for the line that the running call comes from and the calls around it, and a function that returns their code objects.
+def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], FrameType | None]:
+    """A key for the running call, and the frame that makes it: the innermost one that is not torch's or parwrap's.
 
-    The key contains the ids of these objects. Keep the objects as long as the key, or other objects may get their ids.
+    The key has the instruction that calls and those of the calls around it: to find the number of a line takes ten times as long. It also
+    has the ids of their code objects. Keep these, :func:`codes_of`, as long as the key, or other objects may get their ids.
     """
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     innermost, depth = frame, 0
     key: list[int] = []
     while frame is not None and depth < DEPTH:
-        key += (id(frame.f_code), frame.f_lineno)
+        key += (id(frame.f_code), frame.f_lasti)
         frame, depth = frame.f_back, depth + 1
+    return tuple(key), innermost
 
-    def codes() -> tuple[CodeType, ...]:
-        each, found = innermost, list[CodeType]()
-        while each is not None and len(found) < DEPTH:
-            found.append(each.f_code)
-            each = each.f_back
-        return tuple(found)
 
-    return tuple(key), codes
+def codes_of(frame: FrameType | None) -> tuple[CodeType, ...]:
+    """The code objects of ``frame`` and of the calls around it, as many as a key of :func:`call_site` has."""
+    found = list[CodeType]()
+    while frame is not None and len(found) < DEPTH:
+        found.append(frame.f_code)
+        frame = frame.f_back
+    return tuple(found)
 
 
 class Line(NamedTuple):

@@ -267,12 +267,24 @@ class Positions:
         Raises:
             LockstepError: with the places of all ranks of the node.
         """
-        for other in self._others:
-            if self._differs(other) and self._alike() and apart(self.now(), self._read(other)):
-                error = self.error()
-                self._came_apart = str(error)
-                self.raised(error)
-                raise error
+        numbers, (backwards, _, _, controls, _, sets), mine = self._numbers, self.mine, self.mine[:4]
+        for other in self._others:  # a fast look at what another rank may send, before apart() decides
+            at = other * WORDS
+            state = numbers[at + STATE]
+            if state == RUNS:  # it waits for nothing, but its GPU may
+                further = numbers[at + 1] - backwards
+                differs = further > 0 or (further == 0 and numbers[at + SETS] != sets[0]) or numbers[at + 4] > controls
+            else:  # one that waits for averages may be in the same backward, which this rank may have reached the end of as well
+                differs = (numbers[at + 1], BACKWARD if state == AVERAGES else state, numbers[at + 3], numbers[at + 4]) != mine
+            if differs:
+                self._compare_pages(other)
+
+    def _compare_pages(self, other: int) -> None:
+        if self._alike() and apart(self.now(), self._read(other)):
+            error = self.error()
+            self._came_apart = str(error)
+            self.raised(error)
+            raise error
 
     def _refuse_to_go_on(self) -> None:
         if self._came_apart and self._alike():
@@ -280,17 +292,6 @@ class Positions:
                 "the script has caught the error below, but other ranks may still wait for this one there, so this rank cannot go on. "
                 f"Let the error end the job. It was: {self._came_apart}"
             )
-
-    def _differs(self, other: int) -> bool:
-        """Whether another rank of the node may send something else than this rank: a fast look, before :func:`apart` decides."""
-        numbers, at = self._numbers, other * WORDS
-        state = numbers[at + STATE]
-        if state == RUNS:  # it waits for nothing, but its GPU may
-            further = numbers[at + 1] - self.mine.backwards
-            return further > 0 or (further == 0 and numbers[at + SETS] != self.mine.sets[0]) or numbers[at + 4] > self.mine.controls
-        if state == AVERAGES:  # of the same backward, which this rank may have reached the end of as well
-            state = BACKWARD
-        return (numbers[at + 1], state, numbers[at + 3], numbers[at + 4]) != self.mine[:4]
 
     def run(self) -> None:
         """Say that this rank has what it waited for, unless it has stopped."""

@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -26,7 +27,7 @@ from parwrap.places import Place, script_place
 from parwrap.ranks.group import Group
 from parwrap.torch_private.autograd import in_backward
 
-__all__ = ["NUMBERS", "Entry", "SameStep"]
+__all__ = ["GROWS", "LOSS", "LOSS_LOW", "NUMBERS", "Entry", "Exchange", "SameStep"]
 
 TOLERANCE = 0.25
 """How far the mean of equal digits may be off by rounding."""
@@ -58,27 +59,31 @@ class Entry(IntEnum):
     """Whether this rank holds a signal to end, such as Ctrl-C."""
 
 
-NUMBERS = -Entry.SET
-ALIKE = range(Entry.SET, Entry.WEIGHT)
+SET, STEP, DRAWN, DATA, WEIGHT, LOSS, LOSS_LOW, GROWS, INTERRUPTED = map(int, Entry)  # each step indexes with these
+NUMBERS = -SET
+ALIKE = range(SET, WEIGHT)
 """The entries that are equal on all ranks."""
 
 
-class _Exchanged(NamedTuple):
-    """The numbers of a backward on a GPU, to compare once the means have arrived on the host.
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """What the ranks tell each other with the gradients of one backward.
 
     Attributes:
-        sent: this rank's, as :class:`Entry` says.
-        means: the means over the ranks, and in the first steps this rank's loss, in pinned memory.
         place: the line of the backward.
         training: the innermost training pass, if any.
-        arrived: an event after which the means have arrived.
+        sent: this rank's numbers, indexed by :class:`Entry`. The averager fills in those of the loss.
+        loss: the scalar to send, multiplied by the weight of this rank's part of the batch; ``None`` if the call has no such scalar.
+        means: the means over ranks, once they are averaged: on a GPU a tensor of shape ``(NUMBERS,)``, which may still be on its way.
+        arrived: on a GPU, an event after which ``means`` are on the host.
     """
 
-    sent: list[float]
-    means: torch.Tensor
     place: Place
     training: Pass | None
-    arrived: torch.cuda.Event
+    sent: list[float]
+    loss: torch.Tensor | None
+    means: list[float] | torch.Tensor = field(default_factory=list)
+    arrived: torch.cuda.Event | None = None
 
 
 class SameStep:
@@ -92,21 +97,19 @@ class SameStep:
 
     Attributes:
         work: compares the losses of the ranks.
-        grows: whether, in the backward compared last, a rank got a gradient for a parameter that no set has.
         ending: whether this rank's function has ended.
-        averages_since: when this rank's last backward began to wait for the averages, by ``time.perf_counter()``.
     """
 
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self.work, self._interrupts = passes, work, interrupts
-        self.grows = self.ending = False
-        self.averages_since = 0.0
+        self.ending = False
+        self._averages_since = 0.0  # when this rank's last backward began to wait for the averages
         self._last: str | Place = "its start"
         assert group.folder is not None
         ranks = group.world.node_ranks
         self._world = group.world
         self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks, lambda: not interrupts.raised)
-        self._on_the_way: deque[_Exchanged] = deque()
+        self._on_the_way: deque[Exchange] = deque()
 
     @contextmanager
     def control(self, kind: str) -> Iterator[Callable[[], None]]:
@@ -140,8 +143,36 @@ class SameStep:
         self.positions.done = self._passes.done
         self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {place}")
 
-    def backward(self, number: int, place: str) -> None:
-        """Say that this rank is about to average the gradients of set ``number`` at the line ``place``.
+    def begin(self, number: int, weight: float, place: Place, shown: str, loss: torch.Tensor | None) -> Exchange:
+        """Say that this rank is about to average gradients in a backward.
+
+        Args:
+            number: identifies the set of parameters on all ranks.
+            weight: the weight of this rank's part of the batch.
+            place: the line of the backward.
+            shown: the line as errors show it.
+            loss: the scalar to send, multiplied by its weight.
+
+        Returns:
+            What this rank sends with the gradients.
+
+        Raises:
+            LockstepError: another rank can never meet this one there.
+        """
+        passes = self._passes
+        numbers = [0.0] * NUMBERS
+        numbers[SET] = number % DIGITS
+        backwards, drawn = passes.progress
+        numbers[STEP], numbers[DRAWN] = backwards % DIGITS, drawn % DIGITS
+        numbers[WEIGHT] = weight
+        numbers[INTERRUPTED] = float(self._interrupts.held is not None)
+        if passes.unsent and (data := passes.data_to_send()):
+            numbers[DATA:WEIGHT] = data
+        self.meets(number, shown)
+        return Exchange(place, passes.training, numbers, loss)
+
+    def meets(self, number: int, place: str) -> None:
+        """Say that this rank is about to meet the others at the line ``place``, to average the gradients of set ``number``.
 
         Raises:
             LockstepError: another rank can never meet this one there.
@@ -156,8 +187,30 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet this one there, such as one that waits inside of the backward for a message.
         """
-        self.averages_since = time.perf_counter()
+        self._averages_since = time.perf_counter()
         self.positions.averages()
+
+    def finish(self, exchange: Exchange) -> bool:
+        """Say that this rank has the averages, and compare what the ranks have sent with them.
+
+        On a GPU, this compares what they have sent in the backward before, to not wait for the GPU.
+
+        Returns:
+            Whether a rank has got a gradient for a parameter that no set has.
+
+        Raises:
+            LockstepError: the ranks were in different steps.
+            RankMismatchError: they read different data, or their weights do not add up.
+        """
+        self.positions.run()
+        if isinstance(exchange.means, list):
+            self._passes.clock.averages += time.perf_counter() - self._averages_since
+            grows = self._compare(exchange)
+        else:
+            grows = self._compare_later(exchange)
+        if self._passes.unsent:
+            self._passes.data_sent()
+        return grows
 
     def passed(self, place: str | Place) -> None:
         """Note that training has come to ``place``: errors name it as the last step of a rank that ends after it."""
@@ -172,49 +225,24 @@ class SameStep:
         if any(text in str(error) for text in LOST):
             raise self.positions.error("the connection to another rank has closed") from error
 
-    def numbers(self, set_number: int, weight: float) -> list[float]:
-        """This rank's numbers for the backward that it is about to run, over the set ``set_number`` and with the batch's ``weight``."""
-        numbers = [0.0] * NUMBERS
-        numbers[Entry.SET] = set_number % DIGITS
-        numbers[Entry.STEP] = self._passes.backwards_so_far % DIGITS
-        numbers[Entry.DRAWN] = self._passes.drawn % DIGITS
-        numbers[Entry.WEIGHT] = weight
-        numbers[Entry.INTERRUPTED] = float(self._interrupts.held is not None)
-        if self._passes.unsent and (data := self._passes.data_to_send()):
-            numbers[Entry.DATA : Entry.WEIGHT] = data
-        return numbers
+    def _compare_later(self, exchange: Exchange) -> bool:
+        """Begin to copy the means of ``exchange`` to the host, and compare those of the backward before."""
+        means, loss, training = cast(torch.Tensor, exchange.means), exchange.loss, exchange.training
+        if loss is not None and (training is None or not training.shared) and self.work.watches(exchange.place):
+            means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
+        copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._on_the_way.append(replace(exchange, means=copied, loss=None, arrived=event))
+        return self._compare_arrived() if len(self._on_the_way) > 1 else False
 
-    def compare(self, numbers: list[float], means: list[float] | torch.Tensor, loss: torch.Tensor | None, place: Place) -> None:
-        """Compare this rank's ``numbers`` for the backward at ``place`` with the ``means`` of all ranks.
-
-        On a GPU, this compares those of the backward before, to not wait for the GPU, and ``loss`` is not yet among the numbers.
-
-        Raises:
-            LockstepError: the ranks were in different steps.
-            RankMismatchError: they read different data, or their weights do not add up.
-        """
-        training = self._passes.training
-        if isinstance(means, list):
-            self._compare(numbers, means, place, training)
-        else:
-            if loss is not None and (training is None or not training.shared) and self.work.watches(place):
-                means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
-            event = torch.cuda.Event()
-            copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
-            event.record()
-            self._on_the_way.append(_Exchanged(numbers, copied, place, training, event))
-            if len(self._on_the_way) > 1:
-                self._compare_arrived()
-        if self._passes.unsent:
-            self._passes.data_sent()
-
-    def _compare_arrived(self) -> None:
+    def _compare_arrived(self) -> bool:
         before = self._on_the_way.popleft()
-        before.arrived.synchronize()
-        means = before.means.tolist()
+        cast(torch.cuda.Event, before.arrived).synchronize()
+        before.means = means = cast(torch.Tensor, before.means).tolist()
         if len(means) > NUMBERS:
-            before.sent[Entry.LOSS] = means.pop()
-        self._compare(before.sent, means, before.place, before.training)
+            before.sent[LOSS] = means.pop()
+        return self._compare(before)
 
     def catch_up(self) -> None:
         """Compare the numbers that are still on their way from the GPU."""
@@ -228,28 +256,34 @@ class SameStep:
             self.positions.add_to_place(f", and its training pass at {empty} had no batch")
         self.catch_up()
 
-    def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
-        if means[: Entry.WEIGHT] != mine[: Entry.WEIGHT]:
-            differ = [index for index in ALIKE if abs(means[index] - mine[index]) > TOLERANCE]
-            if differ and differ[0] in (Entry.SET, Entry.STEP):
-                raise self.positions.error(self._steps_apart(mine[Entry.STEP], means[Entry.STEP], training))
-            if differ and differ[0] == Entry.DRAWN:
-                raise self._skipped(mine, means, place, training)
-            if differ:
-                different_data({(index - Entry.DATA) // 2 for index in differ}, training.place if training else place, self._passes.around)
-        if abs(means[Entry.WEIGHT] - 1) > 1e-3:
+    def _compare(self, exchange: Exchange) -> bool:
+        mine, means, place, training = exchange.sent, cast(list[float], exchange.means), exchange.place, exchange.training
+        if means[:WEIGHT] != mine[:WEIGHT]:
+            self._compare_digits(mine, means, place, training)
+        if abs(means[WEIGHT] - 1) > 1e-3:
             raise RankMismatchError(
                 f"the ranks train on parts of different batches in the backward at {place}. A rank's weight is its share of the samples of "
                 "the batch, times the number of ranks. The weights for one batch have a mean of 1 over the ranks, but here the mean is "
-                f"{means[Entry.WEIGHT]:.4g}. Draw and train on the same batches in the same order on every rank."
+                f"{means[WEIGHT]:.4g}. Draw and train on the same batches in the same order on every rank."
             )
         if training is not None:
-            training.losses += means[Entry.LOSS] + means[Entry.LOSS_LOW]
-        self.grows = means[Entry.GROWS] > 0
-        if means[Entry.INTERRUPTED] > 0:
+            training.losses += means[LOSS] + means[LOSS_LOW]
+        if means[INTERRUPTED] > 0:
             self._interrupts.release()
         if (training is None or not training.shared) and self.work.watches(place):
-            self.work.compare(place, mine[Entry.LOSS], means[Entry.LOSS])
+            self.work.compare(place, mine[LOSS], means[LOSS])
+        return means[GROWS] > 0
+
+    def _compare_digits(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
+        """Raise the error for digits that differ between ranks by more than rounding."""
+        differ = [index for index in ALIKE if abs(means[index] - mine[index]) > TOLERANCE]
+        if not differ:
+            return
+        if differ[0] in (SET, STEP):
+            raise self.positions.error(self._steps_apart(mine[STEP], means[STEP], training))
+        if differ[0] == DRAWN:
+            raise self._skipped(mine, means, place, training)
+        different_data({(index - DATA) // 2 for index in differ}, training.place if training else place, self._passes.around)
 
     def _steps_apart(self, mine: float, mean: float, training: Pass | None) -> str:
         """Words for an error: in which backward this rank is, and in which the others are. Pages may show the same line for all."""
@@ -263,7 +297,7 @@ class SameStep:
 
     def _skipped(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> LockstepError:
         rank, size = self._world.rank, self._world.size
-        drawn, mean, step = mine[Entry.DRAWN], means[Entry.DRAWN], mine[Entry.STEP] + 1
+        drawn, mean, step = mine[DRAWN], means[DRAWN], mine[STEP] + 1
         where = " of its pass" if training else ""
         others = f"the other rank {2 * mean - drawn:.0f}" if size == 2 else f"the ranks {mean:.4g} on average"
         return LockstepError(

@@ -115,13 +115,14 @@ class SameWeights:
     Attributes:
         owned_only: whether only optimizers' parameters are compared. Parameters that follow them, such as a moving average, may differ.
         leaves_out: a function that returns whether each rank has only a part of a parameter, so that there is nothing to compare.
+        due_at: the line of a step after which weights are due to be compared, before the next backward; ``None`` if they are not.
     """
 
     def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
         self._group, self._passes, self._optimizers, self._modules = group, passes, optimizers, modules
         self.owned_only = False
         self.leaves_out: Callable[[torch.Tensor], bool] = lambda parameter: False
-        self._place: Place | None = None
+        self.due_at: Place | None = None
         self._checked: tuple[int, int] | None = (0, 0)
         self._begun = 0
         self._said = False
@@ -134,14 +135,9 @@ class SameWeights:
             return
         self.note(optimizer)
         if is_due(self._optimizers.steps):
-            self._place = script_place()
+            self.due_at = script_place()
             if len(self._optimizers.all()) == 1:  # several may step in another order on another rank, as in a set
                 self.check(early=True)
-
-    def catch_up(self) -> None:
-        """Compare the weights if a step since the last check was due: all optimizers have stepped now."""
-        if self._place is not None and not is_alone():
-            self.check()
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped: the next check compares its parameters and hyperparameters."""
@@ -182,7 +178,7 @@ class SameWeights:
             return
         self._checked = clock
         now = self._taken(early)
-        self._place = None
+        self.due_at = None
         if now.sums.is_cuda:
             before, event = self._on_the_way, torch.cuda.Event()
             whole = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(now.whole, non_blocking=True)
@@ -209,8 +205,8 @@ class SameWeights:
         sums = checksums(parameters, [*range(len(owned)), *others])
         whole = (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)).sum() if len(sums) else sums.sum()
         steps = self._optimizers.steps
-        when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self._place})" if self._place else "")
-        return _Check(when, owned, others, options, frozen, self._modules.frozen(), sums, whole, optimizers if early else [], self._place)
+        when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self.due_at})" if self.due_at else "")
+        return _Check(when, owned, others, options, frozen, self._modules.frozen(), sums, whole, optimizers if early else [], self.due_at)
 
     def _compare(self, kind: str, check: _Check) -> None:
         def details() -> _Weights:
@@ -226,7 +222,7 @@ class SameWeights:
         differing = agree(self._group, kind, digest, details, error)
         if differing is not None and _puts_off(check, differing):
             self._unchecked = [*check.early, *self._unchecked]
-            self._checked, self._place = None, check.place
+            self._checked, self.due_at = None, check.place
         elif differing is not None:  # by rounding, as far as checksums show
             held = set(check.others).intersection(*(each.others for each in differing))
             with self._group.control_message("the weights of unlike processors"):

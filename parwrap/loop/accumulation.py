@@ -24,7 +24,7 @@ from parwrap.errors import UsageError
 from parwrap.intercept.intercepted_calls import Backward, Batches, Clip, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.optimizers import parameters_of
-from parwrap.places import call_site, script_place, warn
+from parwrap.places import call_site, codes_of, script_place, warn
 from parwrap.ranks.group import is_alone
 from parwrap.torch_private.tensors import version_of
 
@@ -124,7 +124,7 @@ class Accumulation(Interceptor):
         self._raise_failure()
         if self._skipped:
             self._drop_stale()
-        site, codes = call_site(sys._getframe(1))
+        site, frame = call_site(sys._getframe(1))
         full = [window for window in self._windows.values() if window.steps == self._steps - 1]
         closing = [window for window in full if window.closing or (window.site is not None and window.site[0] == site)]
         self._put_back(window for window in closing if not window.closing or window.is_lost())
@@ -135,7 +135,7 @@ class Accumulation(Interceptor):
         finally:
             self._running = False
         self.backwards += 1
-        self._site = site, codes()
+        self._site = site, codes_of(frame)
         self._left_by_backward = self._states() if self._looks else {}
 
     def skips(self, optimizer: Optimizer) -> bool:

@@ -71,11 +71,14 @@ class Divisors(Interceptor):
         group: the process group.
         passes: the open passes.
         options: a function that returns the options of the innermost running function.
+
+    Attributes:
+        waiting: the mean losses that a backward may reach, each with its node.
     """
 
     def __init__(self, group: Group, passes: Passes, options: Callable[[], Options]) -> None:
         self._group, self._passes, self._options = group, passes, options
-        self._open: list[tuple[weakref.ref[Node], _MeanLoss]] = []
+        self.waiting: list[tuple[weakref.ref[Node], _MeanLoss]] = []
 
     def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
         if not self.weighs_criterions() or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
@@ -85,7 +88,7 @@ class Divisors(Interceptor):
         mean_loss = _MeanLoss(call)
         result = cast(torch.Tensor, _Weighted.apply(loss, mean_loss))
         counts_samples(result)
-        self._open.append((weakref.ref(cast(Node, result.grad_fn)), mean_loss))
+        self.waiting.append((weakref.ref(cast(Node, result.grad_fn)), mean_loss))
         return result
 
     def weighs_criterions(self) -> bool:
@@ -100,13 +103,11 @@ class Divisors(Interceptor):
         Raises:
             RankMismatchError: ``call`` reaches different numbers of mean losses on the ranks.
         """
-        if not self._open:
+        self.waiting = [(ref, mean) for ref, mean in self.waiting if ref() is not None and (mean.factor is None or mean.again)]
+        if not self.waiting:
             return None
-        self._open = [(ref, mean) for ref, mean in self._open if ref() is not None and (mean.factor is None or mean.again)]
-        if not self._open:
-            return None
-        edges = [GradientEdge(cast(Node, ref()), 0) for ref, _ in self._open]
-        means = [mean for _, mean in self._open]
+        edges = [GradientEdge(cast(Node, ref()), 0) for ref, _ in self.waiting]
+        means = [mean for _, mean in self.waiting]
         new = [mean for mean in means if mean.factor is None]
         grads = torch.autograd.grad(cast(Any, call.tensors), edges, call.grad_tensors, retain_graph=True, allow_unused=True)
         for mean in new:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.intercepted_calls import Backward
@@ -139,15 +139,11 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge], without: Callable[[An
 
 
 def _write(loss: torch.Tensor, mean: float | torch.Tensor) -> None:
-    """Write ``mean`` into ``loss``, unless it is a leaf or a view."""
-    if loss.grad_fn is not None and not _shares_memory(loss):
+    """Write ``mean`` into ``loss``, unless it is a leaf, or a view of a leaf or of a tensor of another shape."""
+    if loss.grad_fn is None:
+        return
+    if (base := view_base(loss)) is None or (loss.grad_fn.name() == ALIAS and base.shape == loss.shape and base.grad_fn is not None):
         loss.data.fill_(mean)
-
-
-def _shares_memory(loss: torch.Tensor) -> bool:
-    """Whether ``loss`` is a view of a tensor of another shape, or of a leaf."""
-    base = view_base(loss)
-    return base is not None and not (cast(Node, loss.grad_fn).name() == ALIAS and base.shape == loss.shape and base.grad_fn is not None)
 
 
 class _Origin(NamedTuple):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,8 @@ from parwrap.places import Place, script_place
 from parwrap.ranks.group import is_alone, is_on_one_rank
 
 __all__ = ["Optimizers", "parameters_of"]
+
+PARAMETERS = itemgetter("params")
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -85,7 +89,7 @@ class Optimizers(Interceptor):
         self._works: weakref.WeakKeyDictionary[Optimizer, _Work] = weakref.WeakKeyDictionary()
         self._at_work: list[_Work] = []
         self._stepped: list[_Work] = []
-        self._stepped_after = 0
+        self._stepped_after = self._looked_after = 0
         self.trained_since_built = False
         self._had: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -103,7 +107,7 @@ class Optimizers(Interceptor):
 
     def sets(self) -> dict[int, list[torch.Tensor]]:
         """The parameters of each optimizer at work, also of one that the script has dropped, by its number in the order of building."""
-        self._look()
+        self.look()
         return {work.number: work.parameters for work in self._at_work}
 
     def owners(self) -> dict[int, int]:
@@ -128,6 +132,7 @@ class Optimizers(Interceptor):
         work = self._works.get(optimizer)
         if work is not None and not is_alone():  # ranks must not differ by what one does by itself
             self._use(work)
+            self._look_at(work, optimizer)
             self.active = work.number
             self._passes.steps.zeroed()
 
@@ -144,8 +149,21 @@ class Optimizers(Interceptor):
 
     @property
     def generation(self) -> int:
-        """A number that changes whenever the optimizers at work, their parameters, or the tensor of one of these may have changed."""
-        self._look()
+        """A number that changes whenever the optimizers at work or their parameters may have changed.
+
+        Scripts write into ``param_groups``, which no intercepted call shows. What they write into ``.data`` is seen at the first backward
+        of a pass and when gradients are cleared: a look at all values in each backward would take as long as the rest of it.
+        """
+        if self._looked_after != self._passes.begun:
+            self._looked_after = self._passes.begun
+            self.look()
+        for work in self._at_work:
+            optimizer = work.optimizer()
+            if optimizer is not None:
+                lists = [*map(PARAMETERS, optimizer.param_groups)]
+                known = work.parameters
+                if sum(map(len, lists)) != len(known) or not all(map(is_, chain(*lists), known)):
+                    self._look_at(work, optimizer)
         return self._generation
 
     def version(self, optimizer: Optimizer) -> int:
@@ -159,7 +177,7 @@ class Optimizers(Interceptor):
         self._look_at(work, optimizer)
         return work.version
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Look at the parameters of each optimizer at work that the script has not dropped."""
         for work in self._at_work:
             optimizer = work.optimizer()
@@ -311,7 +329,7 @@ class Optimizers(Interceptor):
         return self._modules.eval_place(self._judged())
 
     def _judged(self) -> Iterator[torch.Tensor]:
-        self._look()
+        self.look()
         return (p for each in self._stepped or self._at_work for p in each.parameters)
 
     def moved(self, module: nn.Module) -> None:

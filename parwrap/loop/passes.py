@@ -125,10 +125,17 @@ class Passes:
         return next((each.place for each in self._open[-2::-1] if each.shared), None)
 
     @property
-    def backwards_so_far(self) -> int:
-        """The number of backwards in the innermost training pass, or in the scope if the loop's thread reads none."""
-        training = self.training
-        return self.backwards if training is None or training.in_thread else training.backwards
+    def progress(self) -> tuple[int, int]:
+        """How many backwards and batches the loop has had in the innermost training pass; in the scope if its thread reads none."""
+        training, backwards, drawn = self.training, self.backwards, self._drawn_by_loop
+        if training is not None:
+            backwards = backwards if training.in_thread else training.backwards
+            drawn = training.drawn_by_loop or self._drawn_around()
+        return backwards, drawn
+
+    def _drawn_around(self) -> int:
+        """The batches that the loop has drawn in a training pass around the innermost one; in all passes, if it reads none there."""
+        return next((each.drawn_by_loop for each in reversed(self._open) if each.trains and each.drawn_by_loop), self._drawn_by_loop)
 
     @property
     def done(self) -> tuple[int, int]:
@@ -204,14 +211,6 @@ class Passes:
     def _sending(self) -> list[Pass]:
         """The open passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
         return self._open or ([] if self.training is None else [self.training])
-
-    @property
-    def drawn(self) -> int:
-        """The number of batches that the loop has drawn in the innermost training pass; in all passes, if it reads none now."""
-        for each in reversed(self._sending()):
-            if each.trains and each.drawn_by_loop:
-                return each.drawn_by_loop
-        return self._drawn_by_loop
 
     def draw(self) -> None:
         """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.

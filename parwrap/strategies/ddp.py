@@ -7,24 +7,24 @@ This file is the regular step: find the site, check that all ranks come to it, r
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from parwrap.checks.same_step import Entry
+from parwrap.checks.same_step import LOSS, LOSS_LOW
 from parwrap.checks.same_weights import SameWeights
 from parwrap.errors import UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
-from parwrap.strategies.ddp_averager import average_now
-from parwrap.strategies.ddp_sites import Sites
+from parwrap.strategies.ddp_averager import GradientAverager, average_now
+from parwrap.strategies.ddp_sites import Site, Sites
 from parwrap.strategies.strategy import Loop, OneModel
-from parwrap.torch_private.autograd import in_backward
+from parwrap.torch_private.autograd import in_backward, input_metadata
 
 __all__ = ["DDP"]
 
@@ -43,7 +43,7 @@ class DDP(OneModel):
         super().__init__(loop)
         self._sites = self._new_sites(self.buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
-        self._thread: threading.Thread | None = None
+        self._thread: int | None = None
         self._local = self._synced_steps = 0
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
@@ -63,7 +63,7 @@ class DDP(OneModel):
             self.loop.divisors.weigh(call)
             call.run()  # inside of another backward, as re-entrant checkpoints do it
             return
-        self._thread = threading.current_thread()
+        self._thread = threading.get_ident()
         try:
             self._run(call)
         finally:
@@ -71,9 +71,11 @@ class DDP(OneModel):
         self.loop.passes.ran_backward()
 
     def _run(self, call: Backward) -> None:
-        loop = self.loop
-        self._check_backward()
-        self._weights.catch_up()
+        loop, weights = self.loop, self._weights
+        if is_alone():
+            self._refuse_alone()
+        if weights.due_at is not None:  # all optimizers have stepped now
+            weights.check()
 
         # how much does this rank's part of the batch count?
         weight = self._weight(call)
@@ -93,44 +95,45 @@ class DDP(OneModel):
             call.run()
             return
         if averager.broken is not None:
-            averager.check()
+            averager.refuse_to_go_on()
 
         # run the backward, while torch's hooks average the buckets
-        root, added = loop.losses.root(call), loop.divisors.weigh(call)
+        root, added = loop.losses.root(call), loop.divisors.weigh(call) if loop.divisors.waiting else None
         loss = None if root is None else root.data if added is None else root.data + added
         weighted = call
         if scale != 1.0:
             weighted, loss = call.times(scale), None if loss is None else loss * scale
-        numbers = loop.same_step.numbers(averager.number, weight)
-        loop.same_step.backward(averager.number, site.shown)
+        exchange = loop.same_step.begin(averager.number, weight, site.place, site.shown, loss)
         try:
             if site.then_average or call.options["create_graph"]:
-                averager.run_then_average(weighted, numbers, loss)
+                averager.run_then_average(weighted, exchange)
             else:
-                averager.run(weighted, numbers, loss)
+                averager.run(weighted, exchange)
         except BaseException as error:
-            averager.broken = f"{type(error).__name__}: {error}"  # the error itself would keep its frames alive, with their tensors
-            if isinstance(error, RuntimeError):
-                if READY_TWICE in str(error):
-                    raise self._reenters(site.shown) from error
-                loop.same_step.explain(error)
+            self._failed(averager, site, error)
             raise
-        loop.same_step.positions.run()
-        if loop.group.device.type == "cpu":
-            loop.passes.clock.averages += time.perf_counter() - loop.same_step.averages_since
 
         # compare, and leave the mean in the loss
-        means = averager.received()
-        loop.same_step.compare(numbers, means, loss, site.place)
+        grows = loop.same_step.finish(exchange)
         if root is not None:
-            loop.losses.write_mean(root, call, means[Entry.LOSS] + means[Entry.LOSS_LOW])
-        if loop.same_step.grows or self._sites.arrived:
+            loop.losses.write_mean(root, call, exchange.means[LOSS] + exchange.means[LOSS_LOW])
+        if grows or self._sites.arrived:
             self._sites.grow(site, call)
         self.buffers.after_backward()
 
+    def _failed(self, averager: GradientAverager, site: Site, error: BaseException) -> None:
+        """Note that a backward has raised, and raise what says more than ``error``."""
+        averager.broken = f"{type(error).__name__}: {error}"  # the error itself would keep its frames alive, with their tensors
+        if isinstance(error, RuntimeError):
+            if READY_TWICE in str(error):
+                raise self._reenters(site.shown) from error
+            if (reshaped := next(filter(_is_reshaped, averager.parameters), None)) is not None:
+                raise self._other_shape(reshaped, site.shown) from error
+            self.loop.same_step.explain(error)
+
     def _in_running_backward(self) -> bool:
         """Whether this thread runs a part of the running backward, as autograd's own threads do for operations on GPUs."""
-        return self._thread is not None and (self._thread is threading.current_thread() or in_backward())
+        return self._thread is not None and (self._thread == threading.get_ident() or in_backward())
 
     def _reenters(self, place: str) -> UsageError:
         return UsageError(
@@ -139,9 +142,17 @@ class DDP(OneModel):
             "before its last part. Write checkpoint(..., use_reentrant=False), or use the checkpoint from the first backward on."
         )
 
-    def _two_threads(self) -> UsageError:
+    def _other_shape(self, parameter: torch.Tensor, place: str) -> UsageError:
         return UsageError(
-            f"{script_place()} runs a backward in thread {threading.current_thread().name!r} while thread {self._thread.name!r} runs "  # type: ignore[union-attr]
+            f"{self.loop.modules.name_of(parameter)} has got another shape through `.data`, {tuple(parameter.shape)}, after an earlier "
+            f"backward at {place}; torch computes its gradient in the old one. Write a new parameter into the module and the optimizer: "
+            "`module.weight = optimizer.param_groups[0]['params'][0] = nn.Parameter(values)`, or build a new optimizer."
+        )
+
+    def _two_threads(self) -> UsageError:
+        other = next((each.name for each in threading.enumerate() if each.ident == self._thread), "")
+        return UsageError(
+            f"{script_place()} runs a backward in thread {threading.current_thread().name!r} while thread {other!r} runs "
             "another one. Ranks average gradients in the order of backwards, which two threads do not keep. Train in one thread."
         )
 
@@ -195,3 +206,8 @@ class DDP(OneModel):
     def close(self) -> None:
         self._sites.close()
         self.buffers.close()
+
+
+def _is_reshaped(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` has another shape than the gradient that autograd computes for it."""
+    return parameter.requires_grad and input_metadata(get_gradient_edge(parameter).node)[0].shape != parameter.shape

@@ -14,9 +14,8 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from parwrap.checks.same_step import NUMBERS, Entry
+from parwrap.checks.same_step import GROWS, LOSS, LOSS_LOW, NUMBERS, Exchange
 from parwrap.errors import LockstepError, UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached
@@ -48,10 +47,6 @@ FIRST_BUCKET, BUCKET_MB = 1024 * 1024, 25
 
 TORCHS_BACKWARD = torch.autograd.backward
 """Torch's own function, which bypasses the patches of the script's calls."""
-
-
-GRAD, NONE_ONLY = attrgetter("grad"), {id(None)}
-"""What reads a gradient, and the ids of gradients that are all ``None``: both loop over parameters without Python code."""
 
 
 class GradientAverager:
@@ -102,7 +97,6 @@ class GradientAverager:
         self.ids = frozenset(map(id, self.parameters))
         self.has_local = True  # a backward inside ``no_sync`` may have come before the first one of this set
         self.broken: str | None = None
-        self._before: list[tuple[torch.Tensor, int] | None] = []
         # the signal has the dtype of the first parameter, to share its bucket, which is the last; but half precision could not tell one
         # missing rank among 16 from rounding, so for half precision the signal is float32 and has a bucket to itself
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
@@ -116,100 +110,101 @@ class GradientAverager:
         # numpy reads and writes a few numbers in a tenth of torch's time
         self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
         self._signal = torch.zeros_like(facts).requires_grad_()  # an nn.Parameter would count as made in the batch
-        self._signal.grad = self._means = torch.zeros_like(facts)
-        self._means_on_host = None if facts.is_cuda else self._means.numpy()
-        report = weakref.WeakMethod(self._report)  # autograd keeps its hooks alive, where no collector finds the cycle
-        self._signal.register_hook(lambda grad: cast(Callable[[], torch.Tensor], report())())
+        self._signal.grad = torch.zeros_like(facts)
+        self._take_means(self._signal.grad)
+        this = weakref.ref(self)  # autograd keeps its hooks alive, where no collector finds the cycle
+        self._signal.register_hook(lambda grad: cast(GradientAverager, this())._report())
         # autograd runs the nodes of one device newest first, and counts them in each thread: the first node of a new thread runs last
         self._root = _in_new_thread(self._signal.sum)
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
         self._reducer = _Reducer(ordered, sparse, hook, **options)
 
-    def check(self) -> None:
-        """Refuse to go on after a backward that has raised.
+    def refuse_to_go_on(self) -> NoReturn:
+        """Raise after a backward that has raised.
 
         Raises:
-            LockstepError: a backward has raised, so the other ranks may wait for its gradients.
+            LockstepError: the other ranks may wait for the gradients of that backward.
         """
-        if self.broken is not None:
-            raise LockstepError(
-                "a backward over these parameters has raised before, and the script has caught the error: the other ranks may still wait "
-                f"for its gradients, so this rank cannot go on ({self.broken}). Let the error end the job, or skip the batch before its "
-                "backward, on all ranks: `if parwrap.any_rank(bad): continue`."
-            )
+        raise LockstepError(
+            "a backward over these parameters has raised before, and the script has caught the error: the other ranks may still wait "
+            f"for its gradients, so this rank cannot go on ({self.broken}). Let the error end the job, or skip the batch before its "
+            "backward, on all ranks: `if parwrap.any_rank(bad): continue`."
+        )
 
-    def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Run ``call`` while its gradients are averaged, and send ``numbers``, indexed by :class:`Entry`, with them.
-
-        ``loss``, if given, is first written into its entries: ``LOSS``, and for float64 also ``LOSS_LOW``.
-        """
-        self._prepare(numbers, loss)
+    def run(self, call: Backward, exchange: Exchange) -> None:
+        """Run ``call`` while its gradients are averaged, and send the numbers of ``exchange`` with them, which gets the means."""
+        self._prepare(exchange)
         self._arm()
         call.run_with(self._root, self._signal)
         if not self._has_finished():
             self._send_nothing_for_the_rest(call)
         self.has_local = False
+        self._receive(exchange)
 
-    def run_then_average(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
+    def run_then_average(self, call: Backward, exchange: Exchange) -> None:
         """Like :meth:`run`, but average after the backward: for gradients that have a graph or arrive several times.
 
         DDP raises under ``create_graph=True``. If a layer is in two re-entrant checkpoints, DDP does not average its second gradient.
+        Gradients that were averaged before, and that this backward does not change, are not averaged again.
         """
-        self._prepare(numbers, loss)
+        self._prepare(exchange)
+        before = [None if p.grad is None or self.has_local else (p.grad, version_of(p.grad)) for p in self.parameters]
         call.run()
-        self._signal.grad = average_now(self.parameters, self._report(), self.sparse)
+        reached = [_changed(p.grad, earlier) for p, earlier in zip(self.parameters, before, strict=True)]
+        self._signal.grad = average_now(self.parameters, self._report(reached), self.sparse)
         self.has_local = False
+        self._receive(exchange)
 
-    def received(self) -> list[float] | torch.Tensor:
-        """The means over ranks of the last backward's numbers, indexed by :class:`Entry`; on a GPU a tensor of shape ``(NUMBERS,)``."""
+    def _receive(self, exchange: Exchange) -> None:
         if self._signal.grad is not self._means:  # DDP has replaced it by a view of its bucket
-            self._means = cast(torch.Tensor, self._signal.grad)
-            self._means_on_host = None if self._means.is_cuda else self._means.numpy()
-        return self._means[-NUMBERS:] if self._means_on_host is None else self._means_on_host[-NUMBERS:].tolist()
+            self._take_means(cast(torch.Tensor, self._signal.grad))
+        exchange.means = self._means[-NUMBERS:] if self._means_on_host is None else self._means_on_host[-NUMBERS:].tolist()
 
-    def is_reached(self) -> bool:
-        """Whether the last backward has reached a parameter of the set on any rank."""
-        return any(bit > 0 for bit in self._means[:-NUMBERS].tolist())
+    def _take_means(self, means: torch.Tensor) -> None:
+        """From now on, the means arrive in ``means``, the gradient of the signal."""
+        self._means = means
+        self._means_on_host = None if means.is_cuda else means.numpy()
 
     def reached_others(self) -> set[int]:
         """The ids in ``others`` whose parameters the last backward has reached on any rank."""
         bits = self._means[len(self.parameters) : -NUMBERS].tolist()
         return {number for number, bit in zip(self._others, bits, strict=True) if bit > 0}
 
-    def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Write this rank's numbers, clear the means, and note the gradients that exist before the backward.
+    def _prepare(self, exchange: Exchange) -> None:
+        """Write this rank's numbers, with those of its loss, and clear the means.
 
         The numbers are written to ``.data``, because autograd may still hold the tensor from the last backward.
         """
+        numbers, loss = exchange.sent, exchange.loss
         if self._numbers is not None:
             if loss is not None:
-                numbers[Entry.LOSS] = whole = loss.item()
+                numbers[LOSS] = whole = loss.item()
                 if loss.dtype == torch.float64:
                     rounded = float(self._numbers.dtype.type(whole))
-                    numbers[Entry.LOSS_LOW] = whole - rounded if math.isfinite(rounded) else 0.0
+                    numbers[LOSS_LOW] = whole - rounded if math.isfinite(rounded) else 0.0
             self._numbers[:] = numbers
         else:
             facts = self._facts.data[-NUMBERS:]
             facts.copy_(torch.tensor(numbers, dtype=facts.dtype, pin_memory=True), non_blocking=True)
             if loss is not None:
-                facts[Entry.LOSS] = high = loss.reshape(()).to(facts.dtype)
+                facts[LOSS] = high = loss.reshape(()).to(facts.dtype)
                 if facts.dtype != loss.dtype == torch.float64:
-                    facts[Entry.LOSS_LOW] = (loss.reshape(()) - high).nan_to_num_(0, 0, 0).to(facts.dtype)
+                    facts[LOSS_LOW] = (loss.reshape(()) - high).nan_to_num_(0, 0, 0).to(facts.dtype)
         if self._means_on_host is None:
             self._means.zero_()
         else:
             self._means_on_host.fill(0)
-        before = [*map(GRAD, self.parameters)]
-        self._before = [None if grad is None else (grad, version_of(grad)) for grad in before] if {*map(id, before)} != NONE_ONLY else []
 
-    def _report(self) -> torch.Tensor:
+    def _report(self, reached: list[bool] | None = None) -> torch.Tensor:
         """Return the gradient of the signal: for each parameter a 1 if this rank has reached it, else a 0; then this rank's numbers.
 
-        Autograd calls this after it has computed all other gradients.
+        Autograd calls this after it has computed all other gradients. Without ``reached``, a parameter counts as reached if it has a
+        gradient: one from before has been averaged, so it is there on all ranks.
         """
         self._at_end()
-        reached = self._reached()
+        if reached is None:
+            reached = [p.grad is not None for p in self.parameters]
         if self._others:
             reached += [is_reached() for is_reached in self._others.values()]
         if all(reached) and not self._outside:
@@ -217,14 +212,8 @@ class GradientAverager:
         facts = self._facts.clone()
         facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=facts.is_cuda), non_blocking=True)
         if self._outside:
-            facts[Entry.GROWS] = 1
+            facts[GROWS] = 1
         return facts
-
-    def _reached(self) -> list[bool]:
-        """For each parameter, whether it got a gradient in this backward, or has one that was not averaged yet."""
-        if self.has_local or not self._before:
-            return [grad is not None for grad in map(GRAD, self.parameters)]
-        return [_changed(p.grad, before) for p, before in zip(self.parameters, self._before, strict=True)]
 
     def _arm(self) -> None:
         """Make the reducer expect every parameter in the next backward."""

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import or_
 from types import CodeType
 from typing import Any
 from zlib import crc32
@@ -30,7 +31,7 @@ from parwrap.errors import LockstepError, RankMismatchError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.loop.modules import has_values
-from parwrap.places import Place, call_site, script_place, warn
+from parwrap.places import Place, call_site, codes_of, script_place, warn
 from parwrap.ranks.agreement import agree, first_difference, first_other
 from parwrap.ranks.group import Group
 from parwrap.strategies.compression import compressing
@@ -41,6 +42,10 @@ __all__ = ["Site", "Sites", "made_equal"]
 
 MOST = 256
 """The number of sites that are kept; a further site replaces the one that was not used for longest."""
+
+
+INNER = 3
+"""How many frames are parwrap's between :meth:`Sites.find` and the script, at least: to look at a frame takes time."""
 
 
 @dataclass
@@ -97,8 +102,8 @@ class Sites:
 
     def find(self, call: Backward) -> Site:
         """Return the site of ``call``. Find its set at the first visit, and again whenever the set may have changed."""
-        optimizers, (line, codes) = self._loop.optimizers, call_site(sys._getframe(1))
-        key = (*line, optimizers.active)
+        optimizers, (call_key, frame) = self._loop.optimizers, call_site(sys._getframe(INNER))
+        key = (*call_key, optimizers.active)
         site = self._sites.pop(key, None)
         if (
             site is None
@@ -107,7 +112,7 @@ class Sites:
             or "inputs" in call.options
             or (site.frozen and any(p.requires_grad for p in site.frozen))
         ):
-            site = self._found(call, codes())
+            site = self._found(call, codes_of(frame))
         if site.averager is not None:  # else the next backward at this line is looked at again: nothing would say that it reaches more
             self._sites[key] = site
         if len(self._sites) > MOST:
@@ -174,20 +179,20 @@ class Sites:
         ids = {id(leaf) for leaf in chain(found, others)}
         self._loop.modules.reached(leaf for leaf in leaves if id(leaf) in ids)
         if optimizers.were_built and (found or others):
-            found, re_enters = self._on_any_rank("agreement on what a backward reaches", [*found, *others], re_enters)
+            found, (re_enters,) = self._on_any_rank("agreement on what a backward reaches", [*found, *others], re_enters)
         else:
             found = others
         frozen = tuple(p for parameters in optimizers.sets().values() for p in parameters if not p.requires_grad)
         return [p for p in found if p.is_floating_point() or p.is_complex()], frozen, re_enters
 
-    def _on_any_rank(self, kind: str, reached: list[torch.Tensor], re_enters: bool) -> tuple[list[torch.Tensor], bool]:
+    def _on_any_rank(self, kind: str, reached: list[torch.Tensor], *flags: bool) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
         """Find the parameters to average if this rank's backward has ``reached`` some, and those of other ranks have reached others.
 
         If a rank has reached a parameter of an optimizer, these are all parameters that it trains. Optimizers, and parameters that none
         owns, are found by their numbers, which are the same on all ranks. All ranks call this in the same backward.
 
         Returns:
-            The parameters, and whether ``re_enters`` is true on any rank.
+            The parameters, and whether each of ``flags`` is true on any rank.
 
         Raises:
             LockstepError: the ranks are in different backwards.
@@ -212,18 +217,18 @@ class Sites:
                 "gradient cannot be averaged. Let all ranks compute the same losses: decide with parwrap.any_rank(condition)."
             )
 
-        mine = backward, sorted(used), sorted(singles), re_enters
+        mine = backward, sorted(used), sorted(singles), flags
         name = modules.name_of(reached[0]) if reached else ""
         all_ranks = agree(self._loop.group, kind, crc32(repr(mine).encode()), lambda: (*mine, name), error)
         for _, *theirs, _ in all_ranks or ():
-            used, singles, re_enters = used.union(theirs[0]), singles.union(theirs[1]), re_enters or theirs[2]
+            used, singles, flags = used.union(theirs[0]), singles.union(theirs[1]), tuple(map(or_, flags, theirs[2]))
         optimizers.use(used)
         sets, owners = optimizers.sets(), optimizers.owners()
         owned = [p for number in sorted(used) for p in sets.get(number, ()) if owners[id(p)] == number]
         owned = [p for p in owned if p.requires_grad and p.is_leaf and has_values(p)]
         beside = [p for p in rest if id(p) not in owners]
         found = [*owned, *(numbered[number] for number in sorted(singles) if number in numbered), *beside]
-        return list({id(p): p for p in found}.values()), re_enters
+        return list({id(p): p for p in found}.values()), flags
 
     def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
         """Make the averager of a new set, once all ranks agree on the set and have equal weights.
@@ -327,7 +332,9 @@ class Sites:
         arrived = list(self.arrived)
         self.arrived.clear()
         try:
-            found, re_enters = self._on_any_rank("a set of parameters that grows", arrived, reenters(call.tensors))
+            re_enters = reenters(call.tensors)  # then its graph hides leaves
+            is_reached = re_enters or any(id(leaf) in site.averager.ids for leaf in self.leaves(call))
+            found, (re_enters, is_reached) = self._on_any_rank("a set of parameters that grows", arrived, re_enters, is_reached)
         except LockstepError as error:
             if not arrived or (name := self._loop.modules.name_of(arrived[0])) in str(error):
                 raise
@@ -336,7 +343,7 @@ class Sites:
         if not new:  # on a GPU the other ranks say so a backward later
             return
         site.then_average |= re_enters
-        if site.averager.is_reached():
+        if is_reached:
             site.kept.remove(site.averager)
             found = [*site.parameters, *new]
         self._arm(site, found, call)

@@ -56,7 +56,8 @@ class Hogwild(OneModel):
 
     def backward(self, call: Backward) -> None:
         """Run ``call``, whose gradients stay on this rank; before that, move weights that are not shared yet into shared memory."""
-        self._check_backward()
+        if is_alone():
+            self._refuse_alone()
         optimizers = self.loop.optimizers
         self._train_on()
         if not self._weights.put_back() or self._generation != optimizers.generation:

@@ -94,7 +94,8 @@ class LocalSGD(DDP):
         if self._warming:
             super()._run(call)
             return
-        self._check_backward()
+        if is_alone():
+            self._refuse_alone()
         loop = self.loop
         if self._stepped:
             self._batches.clear()

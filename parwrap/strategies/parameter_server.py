@@ -171,7 +171,8 @@ class ParameterServer(OneModel):
 
         With ``staleness=0``, write the mean over workers into the loss.
         """
-        self._check_backward()
+        if is_alone():
+            self._refuse_alone()
         loop = self.loop
         if self._generation != loop.optimizers.generation:
             self._register()
@@ -306,7 +307,7 @@ class ParameterServer(OneModel):
         if self._staleness is None:
             same_step.passed(place)
         else:  # workers must take equally many steps
-            same_step.backward(number, place)
+            same_step.meets(number, place)
         options = self._options_of(optimizer)
         for part in self._parts[number]:
             self._push_changes(number, part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -151,13 +151,12 @@ class OneModel(Strategy):
         self._named: set[Place] = set()
         self._looks_for_sums = FIRST if loop.options().batch == "global" and loop.options().loss == "mean" else 0
 
-    def _check_backward(self) -> None:
+    def _refuse_alone(self) -> NoReturn:
         """Refuse a backward that only one rank runs."""
-        if is_alone():
-            raise UsageError(
-                f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take "
-                "part in averaging its gradients. Train outside of that code."
-            )
+        raise UsageError(
+            f"{script_place()} runs a backward inside @parwrap.rank_zero_only or rank_zero_first, where the other ranks do not take "
+            "part in averaging its gradients. Train outside of that code."
+        )
 
     def _name_whole(self) -> None:
         """Warn, once for its line, of a step in a pass that every worker reads whole, where workers step by themselves."""

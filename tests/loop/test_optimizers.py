@@ -166,6 +166,7 @@ def replace(optimizer):
 
 def resize(optimizer):
     optimizer.param_groups[0]["params"][0].data = torch.ones(7, 7)
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("change", [replace, resize])

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from parwrap.errors import UsageError
 
 
 def rank():
@@ -251,6 +252,26 @@ def test_a_parameter_whose_tensor_the_script_replaces_is_averaged(change, option
         return model.weight
 
     assert [[-4 * MEAN] * 3] == run().tolist()
+
+
+@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("clear", [True, False])
+def test_another_shape_through_data_is_an_error_that_names_the_parameter_and_the_remedy(clear):
+    """As some pruning does: the weight loses an input in the midst of a pass."""
+
+    @parwrap.distributed
+    def run():
+        model, optimizer = model_and_optimizer(lr=1.0)
+        for step in range(4):
+            if step == 2:
+                model.weight.data = model.weight.data[:, :2].clone()
+            if clear:
+                optimizer.zero_grad()
+            model(torch.ones(1, model.weight.shape[1])).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(UsageError, match=r"weight .* another shape .*\(1, 2\).*test_backward\.py:\d+.*nn\.Parameter\(values\)"):
+        run()
 
 
 @pytest.mark.ranks(2)
