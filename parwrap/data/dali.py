@@ -13,14 +13,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from parwrap.checks.same_data import Held
+from parwrap.data.loops import Start
 from parwrap.data.samplers import Count, DealtBatches, in_rounds, samples_in
-from parwrap.data.sources import PassIterator, Sources
+from parwrap.data.sources import PassIterator, PassIterators, Read
 from parwrap.errors import UsageError
 from parwrap.intercept.dali import pipelines_of, readers_of
 from parwrap.loop import random_streams
 from parwrap.loop.one_pass import Pass
-from parwrap.places import Place, script_place, warn
-from parwrap.ranks.group import is_alone
+from parwrap.options import Options
+from parwrap.places import Line, Place, script_place, warn
+from parwrap.ranks.group import Group, is_alone
 
 __all__ = ["Pipelines"]
 
@@ -28,15 +30,21 @@ ANOTHER_SOURCE = 1_000_003
 """The distance between the seeds of two pipelines, so that pipelines that a loop zips never pair a sample with itself."""
 
 
-class Pipelines(Sources):
-    """Gives each rank its share of pipelines that train; arguments are those of :class:`parwrap.data.sources.Sources`."""
+class Pipelines:
+    """Gives each rank its share of pipelines that train.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    Args:
+        group: the ranks.
+        options: a function that returns the options of the innermost running function.
+        iterators: makes iterators, and begins and ends their passes.
+    """
+
+    def __init__(self, group: Group, options: Callable[[], Options], iterators: PassIterators) -> None:
+        self._rank, self._size, self._options, self._iterators = group.world.rank, group.world.size, options, iterators
+        self._streams = iterators.passes.streams
         self._sharded: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # operators that got a shard
         self._built: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()  # pipelines with such a reader
         self._dealt: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose last pass was dealt
-        self._last: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # the last pass over each iterator
         self._seeds = 0
         self._warned: set[tuple[Place, bool]] = set()
 
@@ -53,7 +61,7 @@ class Pipelines(Sources):
         if is_alone():
             return seed, size
         if seed is None:
-            seed = (self._passes.streams.seed() + ANOTHER_SOURCE * self._seeds) % 2**62
+            seed = (self._streams.seed() + ANOTHER_SOURCE * self._seeds) % 2**62
             self._seeds += 1
         held = next((self._sharded[each] for each in operators if each in self._sharded), None)
         if held is None:
@@ -80,36 +88,37 @@ class Pipelines(Sources):
         return in_rounds(whole, self._size, self._options().uneven)
 
     def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
-        return original(iterator) if is_alone() else _Iteration(self, iterator, original)
+        return original(iterator) if is_alone() else PassIterator(self._iterators, self, iterator, original)
 
-    def begin(self, iteration: _Iteration) -> None:
-        iterator = iteration.iterator
-        readers = readers_of(pipelines_of(iterator))
-        iteration.is_part = is_part = any(_is_part(metas) for metas in readers.values())
-        start = self._loops.start(iteration.stack, iterator, is_part)
-        training = not start.why_whole
-        deals = training and bool(readers) and not is_part
-        (self._dealt.add if deals else self._dealt.discard)(iterator)
-        data = self._digits(iterator, readers) if training else ()
-        iteration.opened = opened = Pass(training, training and (is_part or deals), iteration.place, start.why_whole, data=data)
-        last, self._last[iterator] = self._last.get(iterator), opened
-        if last is not None and self._passes.is_open(last):  # the garbage collector may have found what read it
-            self._passes.end(last)
-        self._loops.begin(start, opened)
+    def start(self, loader: Any, stack: tuple[Line, ...]) -> Start:
+        return self._iterators.loops.start(stack, loader, _reads_part(loader))
+
+    def read(self, iterator: PassIterator, opened: Pass) -> Read:
+        dali = iterator.loader
+        readers, is_part = readers_of(pipelines_of(dali)), _reads_part(dali)
+        deals = opened.trains and bool(readers) and not is_part
+        (self._dealt.add if deals else self._dealt.discard)(dali)
+        for each in self._iterators.passes.over(dali):  # DALI's iterator has one position, so its passes do not nest
+            self._iterators.passes.end(each)
+        opened.shared = opened.trains and (is_part or deals)
+        opened.data = self._digits(dali, readers) if opened.trains else ()
         opened.whole = next((metas[0]["epoch_size"] for metas in readers.values()), None)
-        self._begins(training)
-        with self._passes.streams.used(random_streams.NONE):
-            iteration.batches = _rest(iteration.original(iterator))
+        with self._streams.used(random_streams.NONE):
+            batches = _rest(iterator.original(dali), lambda: self._ended(opened, is_part))
         if deals:
             uneven = "drop" if self._options().uneven == "drop" else "pad"
-            iteration.batches = iter(DealtBatches(iteration.batches, self._rank, self._size, uneven))
-        self._totals.begins(iterator, opened, lambda batches, exhausted: Count(opened.samples, 0))
-        self.go_on(iteration)
+            batches = iter(DealtBatches(batches, self._rank, self._size, uneven))
+        return Read(batches, counting=lambda batches, exhausted: Count(opened.samples, 0))
 
-    def end(self, iteration: _Iteration, exhausted: bool) -> None:
-        super().end(iteration, exhausted)
-        opened, place, is_part = iteration.opened, iteration.place, iteration.is_part
-        if not exhausted or (opened.trains and opened.was_used) or not (is_part or opened.shared) or (place, is_part) in self._warned:
+    @staticmethod
+    def samples_in(batch: Any) -> int:
+        """The number of samples in ``batch``, a list with one entry for each pipeline."""
+        return sum(samples_in(part) for part in batch)
+
+    def _ended(self, opened: Pass, is_part: bool) -> None:
+        """Warn, once for its line, of a pass over a part that was read to its end, and in which nothing has trained."""
+        place = opened.place
+        if (opened.trains and opened.was_used) or not (is_part or opened.shared) or (place, is_part) in self._warned:
             return
         self._warned.add((place, is_part))
         remedies = ["remove num_shards=, random_shuffle= and shuffle_after_epoch="] * is_part
@@ -125,24 +134,9 @@ class Pipelines(Sources):
         return held.digits(str([(name, metas[0]["epoch_size"]) for name, metas in readers.items()]))
 
 
-class _Iteration(PassIterator):
-    """The iterator of one pass. Its batches are lists with one entry for each pipeline.
-
-    Attributes:
-        opened: the pass.
-        is_part: whether DALI's readers already read this rank's shard only.
-    """
-
-    opened: Pass
-    is_part: bool
-
-    def __init__(self, pipelines: Pipelines, iterator: Any, original: Callable[[Any], Iterator]) -> None:
-        super().__init__(pipelines)
-        self.iterator, self.original = iterator, original
-
-    @staticmethod
-    def samples_in(batch: Any) -> int:
-        return sum(samples_in(part) for part in batch)
+def _reads_part(dali: Any) -> bool:
+    """Whether DALI's readers already read this rank's shard only."""
+    return any(map(_is_part, readers_of(pipelines_of(dali)).values()))
 
 
 def _is_part(metas: list[Mapping[str, Any]]) -> bool:
@@ -150,10 +144,11 @@ def _is_part(metas: list[Mapping[str, Any]]) -> bool:
     return {meta["shard_id"] for meta in metas} < {*range(metas[0]["number_of_shards"])}
 
 
-def _rest(batches: Iterator) -> Iterator:
+def _rest(batches: Iterator, ended: Callable[[], None]) -> Iterator:
     """The remaining ``batches``. A ``for`` statement over DALI's iterator would call ``iter``, which begins another pass."""
     while True:
         try:
             yield next(batches)
         except StopIteration:
+            ended()
             return

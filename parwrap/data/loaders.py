@@ -10,8 +10,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
 
@@ -45,18 +45,21 @@ from parwrap.data.samplers import (
     is_plain,
     refuse_nothing,
     resampled,
+    samples_in,
     share_length,
     shuffles,
 )
-from parwrap.data.sources import PassIterator, Sources
+from parwrap.data.sources import PassIterator, PassIterators, Read
 from parwrap.data.stateful import Reading, forwarded_states, take_state
 from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_split
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.one_pass import Batch, Pass
+from parwrap.loop.optimizers import Optimizers
+from parwrap.options import Options
 from parwrap.places import Line, call_stack, script_place, warn
-from parwrap.ranks.group import is_alone, is_on_one_rank
+from parwrap.ranks.group import Group, is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
 __all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard"]
@@ -131,8 +134,6 @@ class _Known:
         seed: the seed of the order of its last training pass.
         resumed: the seed of the order that a loaded state continues.
         sampler: the ``DistributedSampler`` of the copy that is read, if it has one.
-        last: its last pass.
-        open: its open passes, the innermost last.
         copy: the copy that is read, if its workers persist or if it has a state.
         held: hashes of what it reads, and the number of backwards when they were computed.
         hashed: how often they were computed.
@@ -143,25 +144,34 @@ class _Known:
     seed: int = 0
     resumed: int | None = None
     sampler: DistributedSampler | None = None
-    last: Pass | None = None
-    open: list[Pass] = field(default_factory=list)
     copy: DataLoader | None = None
     held: tuple[Held, int] | None = None
     hashed: int = 0
-    iterated: weakref.ref[_Iteration] | None = None
+    iterated: weakref.ref[PassIterator] | None = None
 
 
-class Loaders(Sources, Interceptor):
+class Loaders(Interceptor):
     """Gives each rank its share of training passes, and everything of all other passes and of replicated loaders.
 
-    The arguments are those of :class:`Sources`.
+    Args:
+        group: the ranks.
+        options: a function that returns the options of the innermost running function.
+        optimizers: the optimizers of the script.
+        iterators: makes iterators, and begins and ends their passes.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    samples_in = staticmethod(samples_in)
+
+    def __init__(self, group: Group, options: Callable[[], Options], optimizers: Optimizers, iterators: PassIterators) -> None:
+        self._group, self._rank, self._size = group, group.world.rank, group.world.size
+        self._options, self._optimizers, self._iterators = options, optimizers, iterators
+        self._passes, self._loops = iterators.passes, iterators.loops
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._lengths = Lengths()
-        self._undo.enter_context(forwarded_states(self._reading, self._resume))
+
+    def forwarding_states(self) -> AbstractContextManager[None]:
+        """Inside the block, the state of a stateful loader is that of the copy that this rank reads."""
+        return forwarded_states(self._reading, self._resume)
 
     # passes
 
@@ -170,78 +180,54 @@ class Loaders(Sources, Interceptor):
             if not is_on_one_rank():  # what one rank reads by itself changes no loop
                 self._passes.note_modes()
             return original(loader)
-        made = _Iteration(self, loader, original, None if loader.num_workers else self._workers_seed(loader))
+        made = PassIterator(self._iterators, self, loader, original, None if loader.num_workers else self._workers_seed(loader))
         self.known(loader).iterated = weakref.ref(made)
         return made
 
     def starts_thread(self, thread: threading.Thread) -> None:
         self._loops.starts_thread(thread, sys._getframe(1))
 
-    def begin(self, iteration: _Iteration) -> None:
-        loader, place = iteration.loader, iteration.place
-        assert loader is not None
-        iteration.known = known = self.known(loader)
-        start = self._start(iteration.stack, loader)
-        training, in_loop = not start.why_whole, self._passes.in_loop()
-        if training and loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
-            iteration.workers_seed = self._workers_seed(loader)
-        shared = training and loader not in _replicated
-        for each in list(known.open):
-            if training or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
-                known.open.remove(each)
-                self._passes.end(each)
-        if in_loop:
-            self._begins(training)
-        opened, last = Pass(training, shared, place, start.why_whole, loader in _sharded), known.last
-        self._loops.begin(start, opened)
-        opened.repeats = last is not None and last.place == place and not last.exhausted and (last.repeats or last.was_used)
-        iteration.opened, known.last = opened, opened
-        self._check_lengths(iteration, loader, known, opened)
-        counts = None
-        if shared:
-            counts = counting(self._begin_share(iteration, loader, known, opened))
-        else:
-            if self._loops.gradients_on() and loader not in _replicated:
-                self._passes.whole_at = self._passes.whole_at or place
-                held = Held() if self._passes.draws_own else self._held(loader, known)  # where ranks draw their own data, it may differ
-                opened.data = held.digits("everything on every rank", str(self._passes.begun))
-            may_end_apart = training and isinstance(loader.dataset, IterableDataset)
-            workers_seed = iteration.workers_seed
-            if workers_seed is not None and training and not isinstance(loader.dataset, IterableDataset):
-                workers_seed += self._rank  # augmentation is each rank's own
-            self._read(iteration, self._drawing_alike(loader) if training else loader, opened, workers_seed, may_end_apart)
-            iteration.reading = self._own_streams(loader) if training else random_streams.NONE
-        if not in_loop:  # when it begins depends on the clock
-            opened.data = ()
-        opened.whole, opened.length = _samples(loader), _batches(iteration.batches)
-        if shared and self._size > 1 and self._options().batch != "global":
-            iteration.endless_from = _endless_from(loader)
-        self._totals.begins(loader, opened, counts)
-        self.go_on(iteration)
-        iteration.loader = None  # which may hold this iterator: its workers end with the last reference
-
-    def _start(self, stack: tuple[Line, ...], loader: DataLoader) -> Start:
+    def start(self, loader: DataLoader, stack: tuple[Line, ...]) -> Start:
         """How a pass over ``loader`` starts that is asked for at ``stack``. A loaded state of a share continues that share."""
         return self._loops.start(stack, key_of(loader), _reads_anew(loader), loader in _sharded or self.known(loader).resumed is not None)
 
-    def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> DataLoader:
-        """Begin to read this rank's share of ``loader``. Returns the copy that is read."""
-        with self._drawing():
-            share, opened.weights = self._share(loader, known)
-            refuse_nothing(loader, share, self._size, self._options().uneven)
-            opened.data = data_digits(loader, self._held(loader, known), known.seed, self._passes.begun)
-        split = was_split(share.dataset)
-        dealt = isinstance(loader.dataset, IterableDataset) and not split
-        workers_seed = iteration.workers_seed
-        if workers_seed is not None and not dealt:  # workers of a stream that is dealt draw alike on all ranks
-            workers_seed += self._rank
-        self._read(iteration, share, opened, workers_seed, may_end_apart=split)
+    def read(self, iterator: PassIterator, opened: Pass) -> Read:
+        loader: DataLoader = iterator.loader
+        known, stream = self.known(loader), isinstance(loader.dataset, IterableDataset)
+        opened.shared, opened.sharded = opened.trains and loader not in _replicated, loader in _sharded
+        # without workers it was drawn when the iterator was made; with workers, torch reads ahead then: its sampler draws next
+        seed = self._workers_seed(loader) if opened.trains and loader.num_workers else iterator.workers_seed
+        self._check_lengths(loader, iterator.stack, opened, first=not known.trained)
+        copy, split, own_seed = loader, False, opened.trains and not stream  # augmentation is each rank's own
+        if opened.shared:
+            with self._drawing():
+                copy, opened.weights = self._share(loader, known)
+                refuse_nothing(loader, copy, self._size, self._options().uneven)
+                opened.data = data_digits(loader, self._held(loader, known), known.seed, self._passes.begun)
+            split = was_split(copy.dataset)
+            own_seed = split or not stream  # workers of a stream that is dealt draw alike on all ranks
+        else:
+            if self._loops.gradients_on() and loader not in _replicated:
+                self._passes.whole_at = self._passes.whole_at or opened.place
+                held = Held() if self._passes.draws_own else self._held(loader, known)  # where ranks draw their own data, it may differ
+                opened.data = held.digits("everything on every rank", str(self._passes.begun))
+            if opened.trains:
+                copy, split = self._drawing_alike(loader), stream
+        if seed is not None and own_seed:
+            seed += self._rank
+        batches = self._begin(iterator, copy, opened, seed, may_end_apart=split)
+        opened.whole, opened.length = _samples(loader), _batches(batches)
+        libraries = random_streams.NONE
+        if opened.trains and (own_seed or not opened.shared):
+            libraries = self._own_streams(loader)
+        if not opened.shared:
+            return Read(batches, libraries)
         take_state(loader)
         if loader.persistent_workers or hasattr(loader, "state_dict"):
-            known.copy = share
+            known.copy = copy
         known.trained += 1
-        iteration.reading = random_streams.NONE if dealt else self._own_streams(loader)
-        return share
+        endless = self._size > 1 and self._options().batch != "global"
+        return Read(batches, libraries, counting(copy), _endless_from(loader) if endless else 0)
 
     def _drawing_alike(self, loader: DataLoader) -> DataLoader:
         """A copy of ``loader`` whose sampler draws the same on all ranks, which read all of it: in a training pass each draws its own.
@@ -261,30 +247,19 @@ class Loaders(Sources, Interceptor):
             known.held, known.hashed = (held_by(loader), backwards), known.hashed + 1
         return known.held[0]
 
-    def _read(self, iteration: _Iteration, loader: DataLoader, opened: Pass, workers_seed: int | None, may_end_apart: bool) -> None:
+    def _begin(self, iterator: PassIterator, loader: DataLoader, opened: Pass, seed: int | None, may_end_apart: bool) -> Iterator:
         """Begin to read ``loader``. If it is a stream whose parts ``may_end_apart``, ranks that step together also end together."""
 
         def begin() -> Iterator:
-            with self._drawing(), _seeding_workers(loader, workers_seed):
-                return iteration.original(loader)
+            with self._drawing(), _seeding_workers(loader, seed):
+                return iterator.original(loader)
 
         options = self._options()
         steps_together = options.strategy != "hogwild" and not (options.strategy == "parameter_server" and options.staleness is None)
-        if not (may_end_apart and steps_together and self._passes.in_loop()):
-            iteration.batches = begin()
-            return
-        iteration.batches = EndsTogether(begin, self._group, options.uneven, opened.repeats_samples)
+        if opened.in_thread or not (may_end_apart and steps_together):
+            return begin()
         opened.weights = deque() if options.uneven == "join" else None
-
-    def go_on(self, iteration: _Iteration) -> None:
-        iteration.known.open.append(iteration.opened)
-        super().go_on(iteration)
-
-    def end(self, iteration: _Iteration, exhausted: bool) -> None:
-        opened, known = iteration.opened, iteration.known
-        if opened in known.open:
-            known.open.remove(opened)
-        super().end(iteration, exhausted)
+        return EndsTogether(begin, self._group, options.uneven, opened.repeats_samples)
 
     def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[Batch] | None]:
         """The copy of ``loader`` that this rank reads, and a queue that gets the weight of each batch it draws; ``None`` if all are 1."""
@@ -394,20 +369,21 @@ class Loaders(Sources, Interceptor):
         whole = original(loader)
         if get_worker_info() is not None or is_alone():
             return whole
-        known = self.known(loader)
-        if known.open:
-            return self._share_length(loader, whole) if known.open[-1].shared else whole
+        if opened := self._passes.over(loader):
+            return self._share_length(loader, whole) if opened[-1].shared else whole
         if loader in _replicated:
             return whole
-        iterated = None if known.iterated is None else known.iterated()
+        made = self.known(loader).iterated
+        iterated = None if made is None else made()
         if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
-            return whole if self._start(iterated.stack, loader).why_whole else self._share_length(loader, whole)
+            return whole if self.start(loader, iterated.stack).why_whole else self._share_length(loader, whole)
         asked, dataset = of_script(self._loops.stack(call_stack(sys._getframe(1)))), key_of(loader)
         above = self._lengths.above(loader, asked)
         shared = loader in _sharded or (self._lengths.followed(dataset, asked) if above is None else above)
         if shared is None:
+            last = self._iterators.last(loader)
             shared = shows_share(
-                last_trained=None if known.last is None else known.last.shared,
+                last_trained=None if last is None else last.shared,
                 gradients_on=self._loops.gradients_on(),
                 in_eval=self._optimizers.evaluate(),
                 shuffled=_reads_anew(loader),
@@ -433,11 +409,10 @@ class Loaders(Sources, Interceptor):
             whole = len(arranged(self._size))
         return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
-    def _check_lengths(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
+    def _check_lengths(self, loader: DataLoader, stack: tuple[Line, ...], opened: Pass, first: bool) -> None:
         """Warn if ``len`` has returned another length for the pass ``opened``: a mean or a schedule may have been computed from it."""
-        first = not known.trained
         keeps = (loader.batch_size is not None or loader.batch_sampler is not None) and self._options().batch == "per_rank"
-        for length, place in self._lengths.begins(loader, key_of(loader), iteration.stack, opened.shared, first):
+        for length, place in self._lengths.begins(loader, key_of(loader), stack, opened.shared, first):
             try:
                 whole = DATALOADER_LENGTH(loader)
             except TypeError:  # a stream without a length
@@ -463,8 +438,7 @@ class Loaders(Sources, Interceptor):
         return self._known.setdefault(loader, _Known())
 
     def _reading(self, loader: DataLoader) -> Reading:
-        known = self.known(loader)
-        last = known.last
+        known, last = self.known(loader), self._iterators.last(loader)
         if last is None or not last.shared:
             return Reading(None)
         return Reading(known.copy, None if last.exhausted else known.seed, _generator(loader))
@@ -489,22 +463,6 @@ FIRST_PASSES, HASHED_EVERY = 3, 32
 
 DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""
-
-
-class _Iteration(PassIterator):
-    """The iterator of one pass over ``loader``."""
-
-    opened: Pass
-    known: _Known
-
-    def __init__(self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], workers_seed: int | None) -> None:
-        super().__init__(loaders)
-        self.loader: DataLoader | None = loader
-        self._weakly, self.original, self.workers_seed = weakref.ref(loader), original, workers_seed
-
-    def __len__(self) -> int:
-        loader = self._weakly()
-        return length_hint(self.batches, 0) if loader is None else len(loader)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class _Lines:
         waiting, unused = [], []
         for loop, each in self.running:
             outcome = _outcome(each)
-            may_train = passes.is_open(each) or (loop is not begins and passes.steps.awaits(each))
+            may_train = each in passes.open or (loop is not begins and passes.steps.awaits(each))
             if outcome is not None and (outcome or not may_train):
                 loop.lapses += bool(loop.trained and not outcome)
                 loop.trained = outcome

@@ -9,74 +9,109 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from operator import length_hint
+from typing import Any, NamedTuple, Protocol
 
-from parwrap.data.loops import Loops
-from parwrap.data.samplers import lacks_samples, samples_in
+from parwrap.data.loops import Loops, Start
+from parwrap.data.samplers import Count, lacks_samples
 from parwrap.data.streams import Part
 from parwrap.data.totals import Totals
 from parwrap.intercept.intercepted_calls import Batches
 from parwrap.loop import random_streams
 from parwrap.loop.one_pass import Batch, Pass
-from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes, script_drops
-from parwrap.options import Options
-from parwrap.places import call_stack, place_of
-from parwrap.ranks.group import Group, say
+from parwrap.places import Line, call_stack, place_of
+from parwrap.ranks.group import say
 
-__all__ = ["PassIterator", "Sources"]
+__all__ = ["PassIterator", "PassIterators", "Read", "Source"]
 
 
-class Sources:
-    """The base of what passes read: DataLoaders and DALI's pipelines. Subclasses implement :meth:`begin`.
+class Read(NamedTuple):
+    """What a rank reads in a pass.
 
-    Args:
-        group: the ranks.
-        options: a function that returns the options of the innermost running function.
-        passes: the open passes.
-        optimizers: the optimizers of the script.
-        loops: what parwrap remembers of the script's loops.
-        begins: called when a pass begins, with whether it trains.
-        totals: what the numbers that the script computes from passes cover.
+    Attributes:
+        batches: the iterator of its batches.
+        libraries: the libraries that draw from this rank's own streams while it reads a batch.
+        counting: counts the samples read, as :func:`parwrap.data.counts.counting` returns it; ``None`` for a whole pass.
+        most: if the sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        options: Callable[[], Options],
-        passes: Passes,
-        optimizers: Optimizers,
-        loops: Loops,
-        begins: Callable[[bool], None],
-        totals: Totals,
-    ) -> None:
-        self._group, self._rank, self._size = group, group.world.rank, group.world.size
-        self._options, self._passes, self._optimizers, self._loops, self._begins = options, passes, optimizers, loops, begins
-        self._totals = totals
-        self._open: weakref.WeakSet[PassIterator] = weakref.WeakSet()
+    batches: Iterator
+    libraries: random_streams.Libraries = random_streams.NONE
+    counting: Callable[[int, bool], Count | None] | None = None
+    most: int = 0
+
+
+class Source(Protocol):
+    """What passes read: DataLoaders, or DALI's pipelines."""
+
+    def start(self, loader: Any, stack: tuple[Line, ...]) -> Start:
+        """How a pass over ``loader`` starts that is asked for at ``stack``."""
+
+    def read(self, iterator: PassIterator, opened: Pass) -> Read:
+        """Decide what this rank reads in the pass ``opened`` of ``iterator``, which begins, and note in ``opened`` what that is."""
+
+    def samples_in(self, batch: Any) -> int:
+        """The number of samples in ``batch``."""
+
+
+class PassIterators:
+    """Makes the iterators that scripts read, and begins, continues and ends their passes.
+
+    Args:
+        passes: the open passes.
+        loops: what parwrap remembers of the script's loops.
+        totals: what the numbers that the script computes from passes cover.
+        begins: called when the loop begins a pass, with whether it trains.
+        size: the number of ranks.
+    """
+
+    def __init__(self, passes: Passes, loops: Loops, totals: Totals, begins: Callable[[bool], None], size: int) -> None:
+        self.passes, self.loops, self._totals, self._begins, self._size = passes, loops, totals, begins, size
+        self._last: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # the last pass over each loader
+        self._reading: weakref.WeakSet[PassIterator] = weakref.WeakSet()
         self._undo = ExitStack()
-        self._script_drops = self._undo.enter_context(script_drops())
+        self.script_drops = self._undo.enter_context(script_drops())
 
-    def begin(self, iteration: Any) -> None:
-        """Decide what ``iteration`` reads, and begin its pass. Called at its first ``next``."""
-        raise NotImplementedError
+    def last(self, loader: Any) -> Pass | None:
+        """The last pass over ``loader``."""
+        return self._last.get(loader)
 
-    def go_on(self, iteration: Any) -> None:
-        """Open the pass of ``iteration``: it begins, or the script reads on after another pass has ended it."""
-        self._passes.begin(iteration.opened)
-        self._open.add(iteration)
+    def begin(self, iterator: PassIterator) -> Read:
+        """Begin the pass of ``iterator``, at its first ``next``."""
+        loader, passes = iterator.loader, self.passes
+        start = iterator.source.start(loader, iterator.stack)
+        opened, last = Pass(not start.why_whole, False, iterator.place, start.why_whole, loader=weakref.ref(loader)), self.last(loader)
+        for each in passes.over(loader):
+            if opened.trains or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
+                passes.end(each)
+        self.loops.begin(start, opened)
+        if not opened.in_thread:
+            self._begins(opened.trains)
+        opened.repeats = last is not None and last.place == opened.place and not last.exhausted and (last.repeats or last.was_used)
+        iterator.opened = self._last[loader] = opened
+        read = iterator.source.read(iterator, opened)
+        if opened.in_thread:  # when it begins depends on the clock
+            opened.data = ()
+        self._totals.begins(loader, opened, read.counting)
+        self.go_on(iterator)
+        iterator.loader = None  # which may hold this iterator: its workers end with the last reference
+        return read
 
-    def end(self, iteration: Any, exhausted: bool) -> None:
-        """End the pass of ``iteration``; ``exhausted`` says whether it was read to its end."""
-        opened: Pass = iteration.opened
+    def go_on(self, iterator: PassIterator) -> None:
+        """Open the pass of ``iterator``: it begins, or the script reads on after another pass has ended it."""
+        self.passes.begin(iterator.opened)
+        self._reading.add(iterator)
+
+    def end(self, opened: Pass, exhausted: bool) -> None:
+        """End the pass ``opened``; ``exhausted`` says whether it was read to its end."""
         opened.exhausted = exhausted
-        if self._passes.is_open(opened):
-            self._passes.end(opened)
-        self._loops.end(opened)
-        if self._passes.in_loop():
-            self._passes.draw()
+        self.passes.end(opened)
+        self.loops.end(opened)
+        if self.passes.in_loop():
+            self.passes.draw()
         self._totals.ended(opened)
 
     def say_endless(self, opened: Pass) -> None:
@@ -89,116 +124,112 @@ class Sources:
 
     def close(self) -> None:
         """Let passes that outlive the scope read on, without switching random streams."""
-        for iteration in list(self._open):
-            iteration.detach()
+        for iterator in list(self._reading):
+            iterator.detach()
         self._undo.close()
-
-    def drops(self) -> bool:
-        """Whether the script has dropped the iterator that is being finalized. If so, its pass ends now.
-
-        If the garbage collector has found it, the next pass over the same loader or pipelines ends it.
-        """
-        return self._script_drops()
 
 
 class PassIterator(Batches):
-    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted or dropped.
+    """The iterator of one pass over ``loader``. It begins at its first ``next``, and ends once: when it is exhausted or dropped.
+
+    Args:
+        owner: begins and ends its pass.
+        source: says what this rank reads.
+        loader: the DataLoader, or DALI's iterator.
+        original: makes the library's own iterator.
+        workers_seed: the seed of workers that was drawn as torch draws it; ``None`` if none was.
 
     Attributes:
         place: the line that reads it.
         stack: the calls that lead to that line.
         opened: the pass, once it has begun.
         batches: the iterator that it takes batches from, once it has begun.
-        reading: the libraries that draw from this rank's own streams while it reads a batch.
-        endless_from: if its sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
     """
 
-    samples_in = staticmethod(samples_in)
+    opened: Pass
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(
+        self, owner: PassIterators, source: Source, loader: Any, original: Callable[[Any], Iterator], workers_seed: int | None = None
+    ) -> None:
         super().__init__(None)
         frame = sys._getframe(1)
         lines = call_stack(frame)
-        self.place, self.stack = place_of(lines, frame), sources._loops.stack(lines)
-        self.opened: Pass | None = None
-        self.reading: frozenset[str] = random_streams.NONE
-        self.endless_from = 0
-        self._sources: Sources | None = sources
-        self._passes = sources._passes
+        self.place, self.stack = place_of(lines, frame), owner.loops.stack(lines)
+        self.source, self.loader, self.original, self.workers_seed = source, loader, original, workers_seed
+        self._loader, self._passes = weakref.ref(loader), owner.passes
+        self._owner: PassIterators | None = owner
+        self._libraries, self._most = random_streams.NONE, 0
         self._lock = threading.RLock()
 
     def __next__(self) -> Any:
         with self._lock:  # several threads may read one iterator: the pass begins once, and counts each batch
-            sources, passes = self._sources, self._passes
-            if sources is None:
+            if self._owner is None:
                 return self._next_after_scope()
-            begins = self.batches is None
+            passes, begins = self._passes, self.batches is None
             if begins:
-                sources.begin(self)
-            elif not passes.is_open(self.opened):  # type: ignore[arg-type]
-                sources.go_on(self)
-            asked = time.perf_counter()
-            if passes.in_loop():
-                before = passes.streams.use(self.reading)
-                batch = self._read()
-                if begins or before is not self.reading:
-                    passes.draw()
-            else:
-                batch = self._read()
-            opened: Pass = self.opened  # type: ignore[assignment]
+                self.batches, self._libraries, _, self._most = self._owner.begin(self)
+            elif self.opened not in passes.open:
+                self._owner.go_on(self)
+            opened, asked, in_loop = self.opened, time.perf_counter(), passes.in_loop()
+            before = passes.streams.use(self._libraries) if in_loop else None
+            try:
+                batch = next(self.batches)  # type: ignore[arg-type]
+            except StopIteration:
+                self.finish(exhausted=True)
+                raise
+            except BaseException:  # the script may go on with the next batch
+                if opened.weights:
+                    opened.weights.popleft()
+                raise
+            if in_loop and (begins or before is not self._libraries):
+                passes.draw()
             if not opened.trains:
-                passes.drew(opened, 0)
+                passes.drew(opened, 0, in_loop)
                 return batch
             passes.clock.data += time.perf_counter() - asked
-            if opened.weights is None:
-                passes.drew(opened, self.samples_in(batch))
-            else:
-                batch = self._weighted(opened, batch)
-            if self.endless_from and opened.samples > self.endless_from:
-                self.endless_from = 0
-                sources.say_endless(opened)
+            if opened.weights is not None:
+                return self._weighted(batch, in_loop)
+            passes.drew(opened, self.source.samples_in(batch), in_loop)
+            if self._most and opened.samples > self._most:
+                self._most = 0
+                self._owner.say_endless(opened)
             return batch
 
-    def _weighted(self, opened: Pass, batch: Any) -> Any:
+    def _weighted(self, batch: Any, in_loop: bool) -> Any:
         """Note that a batch was drawn that has a weight, and return what the script gets of it."""
+        opened = self.opened
         if type(batch) is Part:
             opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
-            opened.repeats_samples(0 if batch.weight else batch.samples)
+            opened.repeated += 0 if batch.weight else batch.samples
             batch = batch.batch
-        self._passes.drew(opened, self.samples_in(batch), lambda drawn: lacks_samples(batch, drawn))
+        self._passes.drew(opened, self.source.samples_in(batch), in_loop, lambda drawn: lacks_samples(batch, drawn))
         return batch
 
     def _next_after_scope(self) -> Any:
-        if self.batches is None or (self.opened is not None and self.opened.exhausted):
+        if self.batches is None or self.opened.exhausted:
             raise StopIteration
         batch = next(self.batches)
         return batch.batch if type(batch) is Part else batch
 
-    def _read(self) -> Any:
-        try:
-            return next(self.batches)  # type: ignore[arg-type]
-        except StopIteration:
-            self.finish(exhausted=True)
-            raise
-        except BaseException:  # the script may go on with the next batch
-            if self.opened is not None and self.opened.weights:
-                self.opened.weights.popleft()
-            raise
+    def __len__(self) -> int:
+        loader = self._loader()
+        return length_hint(self.batches, 0) if loader is None else len(loader)
 
     def finish(self, exhausted: bool) -> None:
         """End the pass, which was read to its end if ``exhausted``, and dropped otherwise."""
-        sources = self.detach()
-        if sources is not None and self.opened is not None:
+        owner = self.detach()
+        if owner is not None and self.batches is not None:
             if not exhausted:
                 self.batches = iter(())  # workers of torch's iterator end with it
-            sources.end(self, exhausted)
+            owner.end(self.opened, exhausted)
 
-    def detach(self) -> Sources | None:
-        """Let the script read on without a scope. Returns the sources; ``None`` if this was called before."""
-        sources, self._sources = self._sources, None
-        return sources
+    def detach(self) -> PassIterators | None:
+        """Let the script read on without a scope. Returns what began the pass; ``None`` if this was called before."""
+        owner, self._owner = self._owner, None
+        return owner
 
     def __del__(self) -> None:
-        sources = getattr(self, "_sources", None)
-        if sources is not None and sources.drops():
+        owner = getattr(self, "_owner", None)
+        # If the script has dropped it, its pass ends now. If the garbage collector has found it, the next pass over its loader ends it.
+        if owner is not None and owner.script_drops():
             self.finish(exhausted=False)

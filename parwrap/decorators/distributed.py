@@ -25,6 +25,7 @@ from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.loops import Loops
 from parwrap.data.metrics import Metrics
+from parwrap.data.sources import PassIterators
 from parwrap.data.totals import Totals
 from parwrap.decorators.inventory import found, named, reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
@@ -542,12 +543,12 @@ class _Scope(Interceptor):
         if group.world.rank == 0:
             warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
-        reading = group, lambda: self._options, passes, optimizers, Loops(passes, optimizers), self.strategy.begins_pass, totals
-        loaders = Loaders(*reading)
-        self._undo.callback(loaders.close)
+        iterators = PassIterators(passes, Loops(passes, optimizers), totals, self.strategy.begins_pass, group.world.size)
+        self._undo.callback(iterators.close)
+        loaders = Loaders(group, lambda: self._options, optimizers, iterators)
+        self._undo.enter_context(loaders.forwarding_states())
         if options.strategy != "none":
-            pipelines = Pipelines(*reading)
-            self._undo.callback(pipelines.close)
+            pipelines = Pipelines(group, lambda: self._options, iterators)
             self._undo.enter_context(intercepting_pipelines(pipelines))
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))

@@ -181,9 +181,9 @@ class _Read(_Row):
         """Whether an optimizer has stepped in one of its passes."""
         return self.trained or any(each.trained for each in self.last)
 
-    def begins(self, opened: Pass, is_open: Callable[[Pass], bool]) -> None:
-        """Note that the pass ``opened`` begins; ``is_open`` returns whether another one is still read."""
-        ended = [each for each in self.last if not is_open(each)]
+    def begins(self, opened: Pass, still_open: list[Pass]) -> None:
+        """Note that the pass ``opened`` begins, while those in ``still_open`` are read."""
+        ended = [each for each in self.last if each not in still_open]
         self.earlier += sum(each.drawn for each in ended)
         self.trained = self.trained or any(each.trained for each in ended)
         self.last = [each for each in self.last if each not in ended] + [opened]
@@ -270,7 +270,7 @@ class _Watcher(Interceptor):
         row.times += 1
         row.whys[why] = None
         if opened is not None:
-            row.begins(opened, self._loop.passes.is_open)
+            row.begins(opened, self._loop.passes.open)
 
     # training
 

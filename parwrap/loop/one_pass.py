@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parwrap.places import Place
 
@@ -46,6 +47,7 @@ class Pass:
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         length: the number of its batches; 0 if it is unknown.
         whole: the number of samples of the dataset; ``None`` if it is unknown.
+        loader: refers to the loader; ``None`` in ``@evaluate``.
         drawn: the number of batches drawn.
         drawn_by_loop: how many of these the thread of the loop has drawn.
         drawn_at: the number of batches that all passes had drawn when it drew its last one.
@@ -79,6 +81,7 @@ class Pass:
     repeats: bool = False
     length: int = 0
     whole: int | None = None
+    loader: weakref.ref[Any] | None = None
 
     drawn: int = 0
     drawn_by_loop: int = 0

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from parwrap.errors import UsageError
 from parwrap.loop import random_streams
@@ -73,6 +74,7 @@ class Passes:
 
     Attributes:
         streams: the random streams of this rank.
+        open: the open passes, innermost last.
         steps: counts the steps on the batches of each pass.
         training: the innermost open training pass. A pass that ``repeats`` counts as open after it is dropped, until another pass begins.
         batches: the number of batches that training passes have drawn so far; it identifies a batch.
@@ -91,8 +93,8 @@ class Passes:
     def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
         self.streams = streams
         self._own_after = 0 if draws == "per_rank" else None  # with this many backwards, ranks still draw the same
-        self._open: list[Pass] = []
-        self.steps = Steps(self._open)
+        self.open: list[Pass] = []
+        self.steps = Steps(self.open)
         self.training: Pass | None = None
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._newest: Pass | None = None  # the training pass that the loop has begun last
@@ -117,12 +119,12 @@ class Passes:
     @property
     def innermost(self) -> Pass | None:
         """The innermost open pass of any kind."""
-        return self._open[-1] if self._open else None
+        return self.open[-1] if self.open else None
 
     @property
     def around(self) -> Place | None:
         """The line of the training pass around the innermost open one, if ranks read shares of it."""
-        return next((each.place for each in self._open[-2::-1] if each.shared), None)
+        return next((each.place for each in self.open[-2::-1] if each.shared), None)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -152,15 +154,15 @@ class Passes:
     def in_weighted_batch(self) -> bool:
         """Whether the loop is at a batch whose parts on the ranks have weights, and not in an inner pass that reads everything."""
         training = self.training or self._last_training
-        return training is not None and training.weights is not None and (not self._open or self._open[-1].trains)
+        return training is not None and training.weights is not None and (not self.open or self.open[-1].trains)
 
     def begin(self, opened: Pass) -> None:
         """Add the pass ``opened``: it begins, or goes on after another pass over its loader has ended it."""
         self._last_training, self._steps_ahead = None, 0
-        if not self._open:
+        if not self.open:
             self._read_since = []
         self.steps.begins(opened, self.modes)
-        self._open.append(opened)
+        self.open.append(opened)
         self._find_training()
         self.note_modes(opened)
         if opened.trains:
@@ -168,19 +170,19 @@ class Passes:
             self._newest = self._newest if opened.in_thread else opened
         self.unsent = self.unsent or bool(opened.data)
 
-    def is_open(self, opened: Pass) -> bool:
-        """Whether ``opened`` has begun and not ended."""
-        return opened in self._open
+    def over(self, loader: Any) -> list[Pass]:
+        """The open passes over ``loader``, innermost last."""
+        return [each for each in self.open if each.loader is not None and each.loader() is loader]
 
     def _find_training(self) -> None:
         last = self._last_training
         repeated = last if last is not None and last.repeats else None
-        self.training = next((each for each in reversed(self._open) if each.trains), repeated)
+        self.training = next((each for each in reversed(self.open) if each.trains), repeated)
 
     def end(self, closed: Pass) -> None:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
-        if closed in self._open:
-            self._open.remove(closed)
+        if closed in self.open:
+            self.open.remove(closed)
             if closed.exhausted or not closed.is_read:  # else the script drops an iterator that it has held for nothing
                 self.note_modes(closed)
             self.steps.ends(closed)
@@ -210,7 +212,7 @@ class Passes:
 
     def _sending(self) -> list[Pass]:
         """The open passes; if there are none, the pass that ``repeats``, as in :attr:`training`."""
-        return self._open or ([] if self.training is None else [self.training])
+        return self.open or ([] if self.training is None else [self.training])
 
     def draw(self) -> None:
         """Choose where the loop draws from: this rank's own streams of torch and numpy in a training pass, else the shared ones.
@@ -246,12 +248,12 @@ class Passes:
         self._same_draws += 1 if entered else -1
         self.draw()
 
-    def drew(self, opened: Pass, samples: int, lacks: Callable[[int], bool] | None = None) -> None:
+    def drew(self, opened: Pass, samples: int, by_loop: bool = True, lacks: Callable[[int], bool] | None = None) -> None:
         """Note that ``opened`` has drawn a batch, which has ``samples`` samples on this rank if the pass trains.
 
-        ``lacks(n)`` returns whether some of ``n`` samples are not in it; it is needed if batches have weights.
+        ``by_loop``: whether the thread of the loop has drawn it. ``lacks(n)`` returns whether some of ``n`` samples are not in it; it is
+        needed if batches have weights.
         """
-        by_loop = self.in_loop()
         self.draws += not opened.in_thread
         self._drawn_by_loop += by_loop
         opened.drawn += 1
@@ -326,7 +328,7 @@ class Passes:
             return UNWEIGHTED
         newest = training.in_flight[-1]
         inside = (each for each in self._read_since if each.drawn_at > training.drawn_at)  # read to its end within this batch
-        others = [each for each in (*self._open, *inside) if each.trains and each is not training and each.in_flight]
+        others = [each for each in (*self.open, *inside) if each.trains and each is not training and each.in_flight]
         if others and len({newest.weight, *(each.in_flight[-1].weight for each in others)}) > 1:
             return self._batch_of_loaders(training, others, set(sizes()))
         batches = list(dict.fromkeys(training.in_flight))

@@ -6,6 +6,8 @@ import copy
 import functools
 import gc
 import itertools
+import os
+import sys
 import threading
 import time
 import warnings
@@ -22,6 +24,7 @@ from drawn_order import DrawnOrder
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from training import HeldInCycle, Training, everyones, read, samples
 
+PACKAGE = os.path.dirname(parwrap.__file__) + os.sep
 SHARE = [[0, 2, 4, 6], [1, 3, 5, 7]]
 WHOLE = list(range(8))
 
@@ -98,6 +101,24 @@ def test_two_passes_over_one_loader_that_are_read_in_turn():
             seen.append((samples(one), samples(other)))
 
     assert [(share()[:2],) * 2, (share()[2:],) * 2] == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_makes_at_most_six_calls():
+    calls = []
+
+    def count(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_name)
+
+    with parwrap.distributed():
+        training, batches = Training(), iter(DataLoader(range(16), batch_size=2))
+        training.step(next(batches))
+        sys.setprofile(count)
+        next(batches)
+        sys.setprofile(None)
+
+    assert 0 < len(calls) <= 6, calls
 
 
 class Slow(Dataset):
