@@ -108,7 +108,8 @@ class Pipelines:
         if deals:
             uneven = "drop" if self._options().uneven == "drop" else "pad"
             batches = iter(DealtBatches(batches, self._rank, self._size, uneven))
-        return Read(batches, counting=lambda batches, exhausted: Count(opened.samples, 0))
+        opened.counting = lambda batches, exhausted: Count(opened.samples, 0)
+        return Read(batches)
 
     @staticmethod
     def samples_in(batch: Any) -> int:

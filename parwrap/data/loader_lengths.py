@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from parwrap.loop.one_pass import Pass
 from parwrap.places import Line, Place
 
 __all__ = ["Lengths", "shows_share", "stands_above"]
@@ -59,15 +60,9 @@ class Lengths:
     """The lengths that the script has asked for, and the passes to which they belong."""
 
     def __init__(self) -> None:
-        self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a loader to the stack of its last pass, and whether it was a share
         self._asked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a loader to the lengths given at stacks: length, place
         self._followed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from a dataset to stacks: whether a share followed there
         self._reported: set[Place] = set()
-
-    def above(self, loader: DataLoader, asked: Stack) -> bool | None:
-        """Whether the loader's last pass was a share, if it stands above in the function that asks; else ``None``."""
-        read, was_shared = self._last.get(loader, ((), None))
-        return was_shared if stands_above(read, asked) else None
 
     def followed(self, dataset: Any, asked: Stack) -> bool | None:
         """Whether the pass that followed ``asked`` the last time was a share; ``None`` if none did."""
@@ -77,19 +72,18 @@ class Lengths:
         """Note that ``length`` was returned at ``asked``, below no pass."""
         self._asked.setdefault(loader, {})[asked] = length, place
 
-    def begins(self, loader: DataLoader, dataset: Any, read: Stack, shared: bool, first: bool) -> Iterator[tuple[int, Place]]:
-        """Note a pass that begins. Yields the lengths given for it and their lines, each line once.
+    def begins(self, loader: DataLoader, dataset: Any, opened: Pass, first: bool) -> Iterator[tuple[int, Place]]:
+        """Note that the pass ``opened`` begins. Yields the lengths given for it and their lines, each line once.
 
         Before the loader's ``first`` training pass, a length may be for a schedule: all belong to that pass.
         """
-        self._last[loader] = read, shared
         asked = self._asked.get(loader, {})
         for stack, (length, place) in list(asked.items()):
-            follows = _same_function(read, stack)
+            follows = _same_function(opened.stack, stack)
             if follows:
-                self._followed.setdefault(dataset, {})[stack] = shared
-            if follows or (first and shared):
-                if shared or not first:
+                self._followed.setdefault(dataset, {})[stack] = opened.shared
+            if follows or (first and opened.shared):
+                if opened.shared or not first:
                     del asked[stack]
                 if place not in self._reported:
                     yield length, place

@@ -33,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.checks.same_data import Held, data_digits, held_by
 from parwrap.data.counts import counting
-from parwrap.data.loader_lengths import Lengths, of_script, shows_share
+from parwrap.data.loader_lengths import Lengths, of_script, shows_share, stands_above
 from parwrap.data.loops import Start
 from parwrap.data.samplers import (
     DealtBatches,
@@ -130,8 +130,7 @@ class _Known:
     """What is known about a loader.
 
     Attributes:
-        trained: the number of its training passes.
-        seed: the seed of the order of its last training pass.
+        trained: whether ranks have read shares of it.
         resumed: the seed of the order that a loaded state continues.
         sampler: the ``DistributedSampler`` of the copy that is read, if it has one.
         copy: the copy that is read, if its workers persist or if it has a state.
@@ -140,8 +139,7 @@ class _Known:
         iterated: the last iterator made over it, whose pass may not have begun yet.
     """
 
-    trained: int = 0
-    seed: int = 0
+    trained: bool = False
     resumed: int | None = None
     sampler: DistributedSampler | None = None
     copy: DataLoader | None = None
@@ -197,37 +195,34 @@ class Loaders(Interceptor):
         opened.shared, opened.sharded = opened.trains and loader not in _replicated, loader in _sharded
         # without workers it was drawn when the iterator was made; with workers, torch reads ahead then: its sampler draws next
         seed = self._workers_seed(loader) if opened.trains and loader.num_workers else iterator.workers_seed
-        self._check_lengths(loader, iterator.stack, opened, first=not known.trained)
-        copy, split, own_seed = loader, False, opened.trains and not stream  # augmentation is each rank's own
+        self._check_lengths(loader, opened, first=not known.trained)
         if opened.shared:
             with self._drawing():
-                copy, opened.weights = self._share(loader, known)
+                copy = self._share(loader, known, opened)
                 refuse_nothing(loader, copy, self._size, self._options().uneven)
-                opened.data = data_digits(loader, self._held(loader, known), known.seed, self._passes.begun)
-            split = was_split(copy.dataset)
-            own_seed = split or not stream  # workers of a stream that is dealt draw alike on all ranks
+                opened.data = data_digits(loader, self._held(loader, known), opened.seed, self._passes.begun)
+            opened.weights = _weights(copy)
         else:
+            copy = self._drawing_alike(loader) if opened.trains else loader
             if self._loops.gradients_on() and loader not in _replicated:
                 self._passes.whole_at = self._passes.whole_at or opened.place
                 held = Held() if self._passes.draws_own else self._held(loader, known)  # where ranks draw their own data, it may differ
                 opened.data = held.digits("everything on every rank", str(self._passes.begun))
-            if opened.trains:
-                copy, split = self._drawing_alike(loader), stream
-        if seed is not None and own_seed:
-            seed += self._rank
-        batches = self._begin(iterator, copy, opened, seed, may_end_apart=split)
+        dealt = stream and opened.shared and not was_split(copy.dataset)
+        draws_own = opened.trains and not dealt  # workers of a stream that is dealt draw alike on all ranks
+        if seed is not None and draws_own and (opened.shared or not stream):
+            seed += self._rank  # augmentation is each rank's own
+        batches = self._begin(iterator, copy, opened, seed, may_end_apart=draws_own and stream)
         opened.whole, opened.length = _samples(loader), _batches(batches)
-        libraries = random_streams.NONE
-        if opened.trains and (own_seed or not opened.shared):
-            libraries = self._own_streams(loader)
-        if not opened.shared:
-            return Read(batches, libraries)
-        take_state(loader)
-        if loader.persistent_workers or hasattr(loader, "state_dict"):
-            known.copy = copy
-        known.trained += 1
-        endless = self._size > 1 and self._options().batch != "global"
-        return Read(batches, libraries, counting(copy), _endless_from(loader) if endless else 0)
+        most = 0
+        if opened.shared:
+            take_state(loader)
+            if loader.persistent_workers or hasattr(loader, "state_dict"):
+                known.copy = copy
+            known.trained = True
+            opened.counting = counting(copy)
+            most = _endless_from(loader) if self._size > 1 and self._options().batch != "global" else 0
+        return Read(batches, self._own_streams(loader) if draws_own else random_streams.NONE, most)
 
     def _drawing_alike(self, loader: DataLoader) -> DataLoader:
         """A copy of ``loader`` whose sampler draws the same on all ranks, which read all of it: in a training pass each draws its own.
@@ -261,8 +256,8 @@ class Loaders(Interceptor):
         opened.weights = deque() if options.uneven == "join" else None
         return EndsTogether(begin, self._group, options.uneven, opened.repeats_samples)
 
-    def _share(self, loader: DataLoader, known: _Known) -> tuple[DataLoader, deque[Batch] | None]:
-        """The copy of ``loader`` that this rank reads, and a queue that gets the weight of each batch it draws; ``None`` if all are 1."""
+    def _share(self, loader: DataLoader, known: _Known, opened: Pass) -> DataLoader:
+        """The copy of ``loader`` that this rank reads in ``opened``, which gets the seed of its order."""
         options, rank, size = self._options(), self._rank, self._size
         sampler = _sampler(loader)
         divides = loader.batch_size is not None or loader.batch_sampler is not None
@@ -274,19 +269,21 @@ class Loaders(Interceptor):
                 "batch_sampler=, to keep the weights of one process."
             )
         by_torch = type(sampler) is DistributedSampler or (is_plain(loader) and not together)
-        known.seed, known.resumed = self._seed(loader, sampler, by_torch) if known.resumed is None else known.resumed, None
-        if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
-            return self._continued(known.copy, known)
+        opened.seed, known.resumed = self._seed(loader, sampler, by_torch) if known.resumed is None else known.resumed, None
+        share = known.copy
+        if loader.persistent_workers and share is not None and kept_iterator(share) is not None:
+            if known.sampler is not None:
+                known.sampler.seed = opened.seed
+            return share
         if isinstance(loader.dataset, IterableDataset):
-            share = copied_with(loader, **part_of_stream(loader, rank, size, options))
-            return share, deque() if _yields_parts(share) else None
+            return copied_with(loader, **part_of_stream(loader, rank, size, options))
         if divides_itself(sampler, rank, size):
             self._refuse_global(loader, sampler)
-            return copied_with(loader), None
+            return copied_with(loader)
         batches: Any = None
         if by_torch:
             dealt = not (together or batches_by_size(loader))
-            known.sampler = self._distributed(loader, sampler, known.seed, 1 if together or dealt else size)
+            known.sampler = self._distributed(loader, sampler, opened.seed, 1 if together or dealt else size)
             batches = resampled(loader, known.sampler)
             if dealt:
                 batches = DealtBatches(_SharedDraws(batches, self), rank, size, options.uneven)
@@ -302,10 +299,9 @@ class Loaders(Interceptor):
         if together:
             batches = SplitBatches(batches, rank, size)
         share = copied_with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": batches})
-        weights = getattr(batches, "weights", None)
-        if weights is not None:
+        if _weights(share) is not None:
             vars(share)["in_order"] = True  # weights come in the order in which batches are drawn
-        return share, weights
+        return share
 
     def _refuse_global(self, loader: DataLoader, sampler: Any) -> None:
         """Refuse to divide each batch of a sampler that has divided the dataset already."""
@@ -322,12 +318,6 @@ class Loaders(Interceptor):
         if isinstance(sampler, DistributedSampler):
             return DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, seed, sampler.drop_last)
         return distributed_sampler(loader, rank, size, seed, self._options().uneven)
-
-    def _continued(self, share: DataLoader, known: _Known) -> tuple[DataLoader, deque[Batch] | None]:
-        """The copy ``share``, whose workers persist, set to the order of this pass; and its queue of weights, as in :meth:`_share`."""
-        if known.sampler is not None:
-            known.sampler.seed = known.seed
-        return share, deque() if _yields_parts(share) else getattr(share.batch_sampler, "weights", None)
 
     def _workers_seed(self, loader: DataLoader) -> int | None:
         """The seed of workers, drawn as torch draws it when an iterator is made; ``None`` for workers that persist."""
@@ -378,10 +368,10 @@ class Loaders(Interceptor):
         if iterated is not None and iterated.batches is None:  # list(loader) asks after it has made the iterator
             return whole if self.start(loader, iterated.stack).why_whole else self._share_length(loader, whole)
         asked, dataset = of_script(self._loops.stack(call_stack(sys._getframe(1)))), key_of(loader)
-        above = self._lengths.above(loader, asked)
+        last = self._iterators.last(loader)
+        above = last.shared if last is not None and stands_above(last.stack, asked) else None
         shared = loader in _sharded or (self._lengths.followed(dataset, asked) if above is None else above)
         if shared is None:
-            last = self._iterators.last(loader)
             shared = shows_share(
                 last_trained=None if last is None else last.shared,
                 gradients_on=self._loops.gradients_on(),
@@ -409,10 +399,10 @@ class Loaders(Interceptor):
             whole = len(arranged(self._size))
         return whole if together else share_length(loader, whole, self._size, self._options().uneven)
 
-    def _check_lengths(self, loader: DataLoader, stack: tuple[Line, ...], opened: Pass, first: bool) -> None:
+    def _check_lengths(self, loader: DataLoader, opened: Pass, first: bool) -> None:
         """Warn if ``len`` has returned another length for the pass ``opened``: a mean or a schedule may have been computed from it."""
         keeps = (loader.batch_size is not None or loader.batch_sampler is not None) and self._options().batch == "per_rank"
-        for length, place in self._lengths.begins(loader, key_of(loader), stack, opened.shared, first):
+        for length, place in self._lengths.begins(loader, key_of(loader), opened, first):
             try:
                 whole = DATALOADER_LENGTH(loader)
             except TypeError:  # a stream without a length
@@ -441,7 +431,7 @@ class Loaders(Interceptor):
         known, last = self.known(loader), self._iterators.last(loader)
         if last is None or not last.shared:
             return Reading(None)
-        return Reading(known.copy, None if last.exhausted else known.seed, _generator(loader))
+        return Reading(known.copy, None if last.exhausted else last.seed, _generator(loader))
 
     def _resume(self, loader: DataLoader, seed: int | None, drawn: torch.Tensor | None) -> None:
         known, generator, options = self.known(loader), _generator(loader), self._options()
@@ -524,8 +514,12 @@ def _reads_anew(loader: DataLoader) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and shuffles(loader)
 
 
-def _yields_parts(share: DataLoader) -> bool:
-    return type(share.collate_fn) is CollatePart
+def _weights(share: DataLoader) -> deque[Batch] | None:
+    """The queue that gets the weight of each batch that ``share`` draws; ``None`` if all are 1."""
+    if type(share.collate_fn) is CollatePart:
+        return deque()
+    draws = share.sampler if share.batch_sampler is None else share.batch_sampler
+    return draws.weights if isinstance(draws, (DealtBatches, SplitBatches)) else None
 
 
 def _sampler(loader: DataLoader) -> Any:

@@ -94,7 +94,7 @@ class _Lines:
         another loop than that which ``begins`` has left it for the next step."""
         waiting, unused = [], []
         for loop, each in self.running:
-            outcome = _outcome(each)
+            outcome = each.has_trained
             may_train = each in passes.open or (loop is not begins and passes.steps.awaits(each))
             if outcome is not None and (outcome or not may_train):
                 loop.lapses += bool(loop.trained and not outcome)
@@ -106,18 +106,6 @@ class _Lines:
                 waiting.append((loop, each))
         self.running = waiting
         return unused
-
-
-def _outcome(each: Pass) -> bool | None:
-    """Whether a pass has trained; ``None`` if nothing follows from it.
-
-    A pass without a batch shows nothing. After a backward, the step may follow the pass.
-    """
-    if each.trained:
-        return True
-    if not each.drawn or (each.backwards and not each.exhausted):
-        return None
-    return False
 
 
 class Start(NamedTuple):
@@ -192,14 +180,15 @@ class Loops:
             (last_time,) = lines.outcomes
         if last_time is None and after_eval.last_time():  # a loop that trained although the model was put in eval mode trains anyway
             last_time = True
+        gradients_on = self.gradients_on()
         why = why_whole(
-            gradients_on=self.gradients_on(),
+            gradients_on=gradients_on,
             last_time=last_time,
             optimizer_built=optimizers.were_built,
             trained_since_built=optimizers.trained_since_built,
             eval_is_fresh=fresh,
-            # a walk over all modules, which a loop that is known does not need
-            suits=last_time is not None or shuffles or optimizers.trained_since_built or not optimizers.evaluate(),
+            # a walk over all modules, only where it decides
+            suits=not gradients_on or last_time is not None or shuffles or optimizers.trained_since_built or not optimizers.evaluate(),
         )
         if why == IN_EVAL and (place := optimizers.eval_place()) is not None:
             why = f"{why} since {place}"
@@ -228,7 +217,7 @@ class Loops:
 
     def end(self, opened: Pass) -> None:
         """Note that the pass ``opened`` has ended."""
-        if opened.exhausted and not opened.backwards and not opened.in_thread and _outcome(opened) is False:
+        if opened.exhausted and not opened.backwards and not opened.in_thread and opened.has_trained is False:
             self._name(opened)
 
     def _name(self, unused: Pass) -> None:

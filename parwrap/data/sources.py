@@ -15,7 +15,7 @@ from operator import length_hint
 from typing import Any, NamedTuple, Protocol
 
 from parwrap.data.loops import Loops, Start
-from parwrap.data.samplers import Count, lacks_samples
+from parwrap.data.samplers import lacks_samples
 from parwrap.data.streams import Part
 from parwrap.data.totals import Totals
 from parwrap.intercept.intercepted_calls import Batches
@@ -34,13 +34,11 @@ class Read(NamedTuple):
     Attributes:
         batches: the iterator of its batches.
         libraries: the libraries that draw from this rank's own streams while it reads a batch.
-        counting: counts the samples read, as :func:`parwrap.data.counts.counting` returns it; ``None`` for a whole pass.
         most: if the sampler has no length: so many samples on one rank show that it has no end. 0 otherwise.
     """
 
     batches: Iterator
     libraries: random_streams.Libraries = random_streams.NONE
-    counting: Callable[[int, bool], Count | None] | None = None
     most: int = 0
 
 
@@ -83,19 +81,20 @@ class PassIterators:
         """Begin the pass of ``iterator``, at its first ``next``."""
         loader, passes = iterator.loader, self.passes
         start = iterator.source.start(loader, iterator.stack)
-        opened, last = Pass(not start.why_whole, False, iterator.place, start.why_whole, loader=weakref.ref(loader)), self.last(loader)
+        last, trains = self.last(loader), not start.why_whole
+        opened = Pass(trains, False, iterator.place, start.why_whole, iterator.stack, loader=weakref.ref(loader))
         for each in passes.over(loader):
-            if opened.trains or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
+            if trains or not each.trains:  # it may be read on, but the script may hold its iterator for nothing
                 passes.end(each)
         self.loops.begin(start, opened)
         if not opened.in_thread:
-            self._begins(opened.trains)
+            self._begins(trains)
         opened.repeats = last is not None and last.place == opened.place and not last.exhausted and (last.repeats or last.was_used)
         iterator.opened = self._last[loader] = opened
         read = iterator.source.read(iterator, opened)
         if opened.in_thread:  # when it begins depends on the clock
             opened.data = ()
-        self._totals.begins(loader, opened, read.counting)
+        self._totals.begins(loader, opened)
         self.go_on(iterator)
         iterator.loader = None  # which may hold this iterator: its workers end with the last reference
         return read
@@ -167,7 +166,7 @@ class PassIterator(Batches):
                 return self._next_after_scope()
             passes, begins = self._passes, self.batches is None
             if begins:
-                self.batches, self._libraries, _, self._most = self._owner.begin(self)
+                self.batches, self._libraries, self._most = self._owner.begin(self)
             elif self.opened not in passes.open:
                 self._owner.go_on(self)
             opened, asked, in_loop = self.opened, time.perf_counter(), passes.in_loop()
@@ -200,7 +199,7 @@ class PassIterator(Batches):
         opened = self.opened
         if type(batch) is Part:
             opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
-            opened.repeated += 0 if batch.weight else batch.samples
+            opened.repeats_samples(0 if batch.weight else batch.samples)
             batch = batch.batch
         self._passes.drew(opened, self.source.samples_in(batch), in_loop, lambda drawn: lacks_samples(batch, drawn))
         return batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +20,21 @@ __all__ = ["Totals"]
 
 READ_MORE = "docs/numbers.rst"
 
-Counting = Callable[[int, bool], Count | None]
-"""As :func:`parwrap.data.counts.counting` returns."""
-
 SAME = 1e-5
 """The relative difference up to which a value is the sum of the losses: a script may add them up in float32."""
+
+
+@dataclass
+class _PassesOver:
+    """The passes over one loader.
+
+    Attributes:
+        last: the last one.
+        earlier: passes before it that have trained, and that no total covers.
+    """
+
+    last: Pass | None = None
+    earlier: list[Pass] = field(default_factory=list)
 
 
 class Totals:
@@ -41,22 +52,17 @@ class Totals:
     def __init__(self, size: int, passes: Passes, say: Callable[[str], None]) -> None:
         self._size, self._passes, self._say = size, passes, say
         self.evaluating = False
-        self._last: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # the last pass over each loader
-        self._earlier: weakref.WeakKeyDictionary[Any, list[Pass]] = weakref.WeakKeyDictionary()  # passes that no total covers
-        self._drawn: weakref.WeakKeyDictionary[Pass, int] = weakref.WeakKeyDictionary()  # the batches of a pass at its last total
+        self._loaders: weakref.WeakKeyDictionary[Any, _PassesOver] = weakref.WeakKeyDictionary()
         self._since: list[Pass] = []  # the first pass in shares and the first whole one since the last total
         self._totalled = False  # whether there was a total since the last pass began
-        self._counts: weakref.WeakKeyDictionary[Pass, Counting] = weakref.WeakKeyDictionary()
         self._newest: Pass | None = None
         self._untold: Pass | None = None  # a pass over a share; ``next(iter(loader))`` ends it before its batch is used
         self._told = False
         self._warned: set[Any] = set()
 
-    def begins(self, loader: Any, opened: Pass, counting: Counting | None) -> None:
-        """Note that the pass ``opened`` over ``loader`` begins; ``counting`` counts its samples, if it reads a share."""
+    def begins(self, loader: Any, opened: Pass) -> None:
+        """Note that the pass ``opened`` over ``loader`` begins."""
         self._follows(loader, opened)
-        if counting is not None:
-            self._counts[opened] = counting
         self._note(opened)
         if not opened.in_thread:
             self._newest = opened
@@ -71,18 +77,18 @@ class Totals:
 
     def _follows(self, loader: Any, opened: Pass) -> None:
         """Note that ``opened`` is the last pass over ``loader`` now. Keep the one before, if it has trained since its last total."""
-        before, self._last[loader] = self._last.get(loader), opened
+        over = self._loaders.setdefault(loader, _PassesOver())
+        before, over.last = over.last, opened
         if before is None or before.in_thread:  # what depends on when a thread runs is not compared
             return
-        if before in self._drawn:
-            self._earlier.pop(loader, None)
-        earlier = self._earlier.setdefault(loader, [])
-        if before.trained and before.drawn > self._drawn.get(before, 0) and all(each.shared != before.shared for each in earlier):
-            earlier.append(before)
+        if before.totalled is not None:
+            over.earlier = []
+        if before.trained and before.drawn > (before.totalled or 0) and all(each.shared != before.shared for each in over.earlier):
+            over.earlier.append(before)
 
     def other_kind(self, loader: Any, last: Pass) -> Pass | None:
         """A pass over ``loader`` that trained after the last total, in shares if ``last`` was whole, or whole if that was in shares."""
-        return next((each for each in self._earlier.get(loader, ()) if each.shared != last.shared), None)
+        return next((each for each in self._loaders[loader].earlier if each.shared != last.shared), None)
 
     def _note(self, opened: Pass) -> None:
         if self._totalled and not opened.in_thread:
@@ -93,14 +99,13 @@ class Totals:
     def ended(self, ended: Pass) -> None:
         """Note that the pass ``ended`` has ended."""
         count = self.count(ended)
-        self._counts[ended] = lambda batches, exhausted: count  # the samplers may hold the dataset
+        ended.counting = lambda batches, exhausted: count  # the samplers may hold the dataset
         if self._size > 1 and ended.shared and ended.drawn and not (self._untold and self._untold.was_used):
             self._untold = ended
 
     def count(self, opened: Pass) -> Count | None:
         """What this rank has read in the pass ``opened``; ``None`` if that is not known."""
-        counting = self._counts.get(opened)
-        return None if counting is None else counting(opened.drawn, opened.exhausted)
+        return None if opened.counting is None else opened.counting(opened.drawn, opened.exhausted)
 
     def tell(self) -> None:
         """Print once that the numbers of a training pass are of a share, unless the script has added them up by now."""
@@ -128,8 +133,8 @@ class Totals:
             UsageError: ranks have not read ``loader``, or it is none.
         """
         try:
-            last = self._last.get(loader)
-        except TypeError:  # it cannot be referenced weakly
+            last = self._loaders[loader].last
+        except (KeyError, TypeError):  # a TypeError if it cannot be referenced weakly
             last = None
         if last is None:
             raise UsageError(
@@ -145,7 +150,7 @@ class Totals:
                 "parwrap.total(values, of=loader) after each pass, or give ranks shares in every pass, by parwrap.shard(loader) where the "
                 "loader is made."
             )
-        self._drawn[last] = last.drawn
+        last.totalled = last.drawn
         self._after_total()
         return last
 
@@ -166,7 +171,9 @@ class Totals:
         elif len(since) > 1 or since[0].in_thread:
             unclear = " and ".join(f"{each.place} read {'a share' if each.shared else 'everything'}" for each in since)
         else:
-            self._drawn.update((each, each.drawn) for each in self._last.values())
+            for over in self._loaders.values():
+                if over.last is not None:
+                    over.last.totalled = over.last.drawn
             self._after_total()
             return since[0]
         raise UsageError(

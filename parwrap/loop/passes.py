@@ -1,6 +1,6 @@
 """The open passes over loaders, where the loop draws, and the weight of each batch (contract, rules 2, 4 and 6).
 
-``data/sources.py`` begins and ends passes; this file is what the rest of the loop knows about them. ``steps.py`` counts their steps.
+``data/sources.py`` begins and ends passes; this file is what the rest of the loop knows about them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 from parwrap.errors import UsageError
 from parwrap.loop import random_streams
 from parwrap.loop.clock import Clock
-from parwrap.loop.one_pass import Batch, Pass
+from parwrap.loop.one_pass import Batch, Pass, Steps
 from parwrap.loop.random_streams import RandomStreams
-from parwrap.loop.steps import Steps
 from parwrap.options import Options
 from parwrap.places import Place, script_place
 
@@ -97,6 +96,7 @@ class Passes:
         self.steps = Steps(self.open)
         self.training: Pass | None = None
         self._last_training: Pass | None = None  # a training pass that has ended before a backward on its last batch
+        self._current: Pass | None = None  # the training pass whose batch the loop is at: the open one, or that one
         self._newest: Pass | None = None  # the training pass that the loop has begun last
         self._steps_ahead = 0  # how many steps still train on batches of that pass, because the loop has read ahead
         self._read_since: list[Pass] = []  # training passes that have ended since the last backward
@@ -147,13 +147,13 @@ class Passes:
     @property
     def reads_whole(self) -> bool:
         """Whether the loop's batch is the same on every rank: it is of no share, and ranks draw alike."""
-        training = self.training or self._last_training
+        training = self._current
         return not (self.draws_own or (training is not None and training.shared))
 
     @property
     def in_weighted_batch(self) -> bool:
         """Whether the loop is at a batch whose parts on the ranks have weights, and not in an inner pass that reads everything."""
-        training = self.training or self._last_training
+        training = self._current
         return training is not None and training.weights is not None and (not self.open or self.open[-1].trains)
 
     def begin(self, opened: Pass) -> None:
@@ -178,6 +178,7 @@ class Passes:
         last = self._last_training
         repeated = last if last is not None and last.repeats else None
         self.training = next((each for each in reversed(self.open) if each.trains), repeated)
+        self._current = self.training or last
 
     def end(self, closed: Pass) -> None:
         """Remove ``closed``. From the next :meth:`draw` on, the passes that are still open decide how the loop draws."""
@@ -189,7 +190,7 @@ class Passes:
             self.clock.epochs[closed.place] += closed.trained and (closed.exhausted or closed.drawn > 1)
             if closed.trains:
                 self._read_since.append(closed)
-                self._last_training, self._steps_ahead = (closed, _steps_ahead(closed)) if closed.untrained else (None, 0)
+                self._last_training, self._steps_ahead = (closed, closed.steps_ahead) if closed.in_flight.untrained else (None, 0)
                 if closed.exhausted and not closed.drawn:
                     self.empty_at = closed.place
             self._find_training()
@@ -258,11 +259,9 @@ class Passes:
         self._drawn_by_loop += by_loop
         opened.drawn += 1
         opened.drawn_by_loop += by_loop
-        opened.drawn_at, opened.modes, opened.waits_for_step = self.draws, self.modes, True
+        opened.drawn_at, opened.modes, opened.stepped.waits = self.draws, self.modes, True
         if opened.trains:
-            opened.drew(samples, self.backwards)
-            if opened.weights is not None:
-                opened.weigh(samples, lacks)
+            opened.drew(samples, self.backwards, lacks)
             self.clock.samples += samples
             self.batches += 1
 
@@ -292,13 +291,13 @@ class Passes:
     @property
     def samples(self) -> int | None:
         """The number of samples in this rank's part of the batch drawn last; ``None`` if batches have no weights."""
-        training = self.training or self._last_training
-        return training.in_flight[-1].samples if training is not None and training.in_flight else None
+        training = self._current
+        return training.in_flight.batches[-1].samples if training is not None and training.in_flight.batches else None
 
     @property
     def short(self) -> tuple[int, int] | None:
         """The sizes of a short last batch of a share and of all batches of one process; ``None`` if one process has a short one too."""
-        training = self.training or self._last_training
+        training = self._current
         if training is None or not training.shared or training.weights is not None:
             return None
         full, last = training.sizes
@@ -306,8 +305,8 @@ class Passes:
 
     def is_stand_in(self, samples: int) -> bool:
         """Whether the loop's batch of ``samples`` samples has weight 0: this rank has no part of it, and only joins the step."""
-        training = self.training or self._last_training
-        if training is None or all(batch.weight for batch in training.in_flight):
+        training = self._current
+        if training is None or all(batch.weight for batch in training.in_flight.batches):
             return False
         return not self.batch(lambda: [samples]).weight
 
@@ -323,16 +322,16 @@ class Passes:
         Raises:
             UsageError: several batches have such sizes.
         """
-        training = self.training or self._last_training
-        if training is None or not training.in_flight:
+        training = self._current
+        if training is None or not training.in_flight.batches:
             return UNWEIGHTED
-        newest = training.in_flight[-1]
+        newest = training.in_flight.batches[-1]
         inside = (each for each in self._read_since if each.drawn_at > training.drawn_at)  # read to its end within this batch
-        others = [each for each in (*self.open, *inside) if each.trains and each is not training and each.in_flight]
-        if others and len({newest.weight, *(each.in_flight[-1].weight for each in others)}) > 1:
+        others = [each for each in (*self.open, *inside) if each.trains and each is not training and each.in_flight.batches]
+        if others and len({newest.weight, *(each.in_flight.batches[-1].weight for each in others)}) > 1:
             return self._batch_of_loaders(training, others, set(sizes()))
-        batches = list(dict.fromkeys(training.in_flight))
-        if not training.ahead or len({batch.weight for batch in batches}) == 1:
+        batches = list(dict.fromkeys(training.in_flight.batches))
+        if not training.in_flight.ahead or len({batch.weight for batch in batches}) == 1:
             return newest
         seen = set(sizes())
         found = {batch for batch in batches if batch.samples in seen}
@@ -354,26 +353,19 @@ class Passes:
         Raises:
             UsageError: the last batches of several passes have such sizes.
         """
-        newest = training.in_flight[-1]
-        shown = [each for each in others if each.in_flight[-1].samples in seen - {newest.samples}]
+        newest = training.in_flight.batches[-1]
+        shown = [each for each in others if each.in_flight.batches[-1].samples in seen - {newest.samples}]
         if not shown:
             return newest
         if newest.samples not in seen:
-            return shown[-1].in_flight[-1]
-        if all(each.drawn_after < self.backwards for each in shown):  # a size by accident: they were trained on before
+            return shown[-1].in_flight.batches[-1]
+        if all(each.in_flight.drawn_after < self.backwards for each in shown):  # a size by accident: they were trained on before
             return newest
         passes = [*shown, training]
         raise UsageError(
             f"{script_place()} calls one backward for batches of the loaders at {' and '.join(str(each.place) for each in passes)}, of "
-            f"which this rank has parts of {', '.join(str(each.in_flight[-1].samples) for each in passes)} samples. With "
+            f"which this rank has parts of {', '.join(str(each.in_flight.batches[-1].samples) for each in passes)} samples. With "
             'batch="global" or uneven="join" a loss is weighted by this '
             "rank's share of its batch. These shares differ, so no single weight is right for the sum of the losses. Call backward for "
             "each loss, or choose batch sizes that divide the datasets and that the number of ranks divides."
         )
-
-
-def _steps_ahead(closed: Pass) -> int:
-    """How many steps still train on batches of ``closed``, which has ended: those of a loop that reads ahead, as accelerate's does."""
-    if closed.in_thread:
-        return max(closed.drawn - closed.steps, 0)
-    return closed.untrained if closed.backwards and closed.untrained == closed.depth else 0

@@ -2,12 +2,15 @@
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
 import torch
 
 import parwrap
+from parwrap.errors import RankMismatchError
 from training import HeldInCycle, Training
 
 
@@ -15,8 +18,11 @@ class Pipe:
     def build(self):
         pass
 
+    def __init__(self, size=8):
+        self.size = size
+
     def reader_meta(self):
-        return {"reader": {"epoch_size": 8, "shard_id": 0, "number_of_shards": 1}}
+        return {"reader": {"epoch_size": self.size, "shard_id": 0, "number_of_shards": 1}}
 
 
 class Batches:
@@ -32,11 +38,30 @@ class Batches:
         return 8
 
 
-@pytest.mark.ranks(2)
-def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_iterator(monkeypatch):
+def stand_in(monkeypatch):
     module = ModuleType("nvidia.dali.plugin.base_iterator")
     module._DaliBaseIterator = Batches
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_what_ranks_read_is_compared_unless_another_thread_reads_it(monkeypatch, in_thread):
+    stand_in(monkeypatch)
+    with parwrap.distributed():
+        training, batches = Training(), iter(Batches([Pipe(8 + parwrap.rank())]))
+        if in_thread:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(next, batches).result()
+        else:
+            next(batches)
+        with nullcontext() if in_thread else pytest.raises(RankMismatchError):
+            training.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_the_garbage_collector_finds_ends_with_the_next_pass_over_its_iterator(monkeypatch):
+    stand_in(monkeypatch)
     with parwrap.distributed():
         training, batches = Training(), Batches([Pipe()])
         trainer = HeldInCycle(batches)

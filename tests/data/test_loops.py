@@ -236,3 +236,10 @@ def test_a_loop_that_is_known_looks_at_no_module_when_it_begins(script, monkeypa
     monkeypatch.setattr(Modules, "evaluates", lambda *args: pytest.fail("looked at the modules"))
 
     assert "SSS" == script.run("A5+ A5+")
+
+
+def test_a_pass_without_gradients_looks_at_no_module_when_it_begins(script, monkeypatch):
+    script.run("opt train")
+    monkeypatch.setattr(Modules, "evaluates", lambda *args: pytest.fail("looked at the modules"))
+
+    assert "W" == script.run("0A5-")

@@ -280,6 +280,21 @@ def test_the_batches_of_the_scripts_own_kind_of_distributed_sampler_are_dealt_ou
         assert [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][parwrap.rank()] == batches_of(loader, Training())
 
 
+class Weighted(BatchSampler):
+    """Has an attribute of its own that a queue of parwrap's samplers has, too."""
+
+    weights = (0.5, 0.5)
+
+
+@pytest.mark.ranks(2)
+def test_attributes_of_the_scripts_own_batch_sampler_are_its_own():
+    with parwrap.distributed():
+        sampler, training = Small(range(16), num_replicas=2, rank=parwrap.rank(), shuffle=False), Training()
+        loader = DataLoader(range(16), batch_sampler=Weighted(sampler, 2, False), num_workers=1, persistent_workers=True)
+
+        assert batches_of(loader, training) == batches_of(loader, training)
+
+
 def divided(options):
     """A loader with a sampler that gives this rank its share."""
     sampler = Small(range(16), num_replicas=2, rank=parwrap.rank(), shuffle=False)
