@@ -155,20 +155,21 @@ class PassIterator(Batches):
         lines = call_stack(frame)
         self.place, self.stack = place_of(lines, frame), owner.loops.stack(lines)
         self.source, self.loader, self.original, self.workers_seed = source, loader, original, workers_seed
-        self._loader, self._passes = weakref.ref(loader), owner.passes
+        self._loader = weakref.ref(loader)
         self._owner: PassIterators | None = owner
         self._libraries, self._most = random_streams.NONE, 0
         self._lock = threading.RLock()
 
     def __next__(self) -> Any:
         with self._lock:  # several threads may read one iterator: the pass begins once, and counts each batch
-            if self._owner is None:
+            owner, begins = self._owner, self.batches is None
+            if owner is None:
                 return self._next_after_scope()
-            passes, begins = self._passes, self.batches is None
+            passes = owner.passes
             if begins:
-                self.batches, self._libraries, self._most = self._owner.begin(self)
+                self.batches, self._libraries, self._most = owner.begin(self)
             elif self.opened not in passes.open:
-                self._owner.go_on(self)
+                owner.go_on(self)
             opened, asked, in_loop = self.opened, time.perf_counter(), passes.in_loop()
             before = passes.streams.use(self._libraries) if in_loop else None
             try:
@@ -186,23 +187,15 @@ class PassIterator(Batches):
                 passes.drew(opened, 0, in_loop)
                 return batch
             passes.clock.data += time.perf_counter() - asked
-            if opened.weights is not None:
-                return self._weighted(batch, in_loop)
-            passes.drew(opened, self.source.samples_in(batch), in_loop)
+            if type(batch) is Part:
+                opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
+                opened.repeats_samples(0 if batch.weight else batch.samples)
+                batch = batch.batch
+            passes.drew(opened, self.source.samples_in(batch), in_loop, lambda drawn: lacks_samples(batch, drawn))
             if self._most and opened.samples > self._most:
                 self._most = 0
-                self._owner.say_endless(opened)
+                owner.say_endless(opened)
             return batch
-
-    def _weighted(self, batch: Any, in_loop: bool) -> Any:
-        """Note that a batch was drawn that has a weight, and return what the script gets of it."""
-        opened = self.opened
-        if type(batch) is Part:
-            opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]
-            opened.repeats_samples(0 if batch.weight else batch.samples)
-            batch = batch.batch
-        self._passes.drew(opened, self.source.samples_in(batch), in_loop, lambda drawn: lacks_samples(batch, drawn))
-        return batch
 
     def _next_after_scope(self) -> Any:
         if self.batches is None or self.opened.exhausted:
