@@ -54,17 +54,17 @@ class InFlight:
 
 
 @dataclass
-class Stepped:
+class PassSteps:
     """What :class:`Steps` knows of a pass.
 
     Attributes:
-        steps: the number of steps on its batches, of optimizers that are older than these.
+        count: the number of steps on its batches, of optimizers that are older than these.
         waits: whether it has drawn a batch since the last step.
         together: whether a step may train on its batch and on one of another pass, as where loaders are zipped.
         left_out: whether a step has trained on the batch of another pass, but not on its.
     """
 
-    steps: int = 0
+    count: int = 0
     waits: bool = False
     together: bool = False
     left_out: bool = False
@@ -100,7 +100,7 @@ class Pass:
         backwards: the number of backwards since it began.
         losses: the sum of the means over ranks that these have left in their losses.
         in_flight: the batches that backwards may train on.
-        stepped: the steps on its batches.
+        steps: the steps on its batches.
         loader: refers to the loader; ``None`` in ``@evaluate``.
         weights: the batches that the sampler has drawn ahead, in order; ``None`` if their weights are all 1.
         counting: counts the samples read, as :func:`parwrap.data.counts.counting` returns it; ``None`` if that is not known.
@@ -133,7 +133,7 @@ class Pass:
     backwards: int = 0
     losses: float = 0.0
     in_flight: InFlight = field(default_factory=InFlight)
-    stepped: Stepped = field(default_factory=Stepped)
+    steps: PassSteps = field(default_factory=PassSteps)
 
     loader: weakref.ref[Any] | None = None
     weights: deque[Batch] | None = None
@@ -145,7 +145,7 @@ class Pass:
     @property
     def trained(self) -> bool:
         """Whether an optimizer has stepped on its batches."""
-        return self.stepped.steps > 0
+        return self.steps.count > 0
 
     @property
     def was_used(self) -> bool:
@@ -172,7 +172,7 @@ class Pass:
         """How many steps train on its batches after its end: those of a loop that reads ahead, as accelerate's does."""
         untrained = self.in_flight.untrained
         if self.in_thread:
-            return max(self.drawn - self.stepped.steps, 0)
+            return max(self.drawn - self.steps.count, 0)
         return untrained if self.backwards and untrained == self.in_flight.depth else 0
 
     def drew(self, samples: int, backwards: int, lacks: Callable[[int], bool] | None = None) -> None:
@@ -232,7 +232,7 @@ class Steps:
         """Note that ``opened`` begins, before it is open and after ``modes`` changes of modes. Passes that wait for a step may share it."""
         for each in self._open:
             if _may_share(each, modes):
-                each.stepped.together = opened.stepped.together = True
+                each.steps.together = opened.steps.together = True
 
     def ends(self, closed: Pass) -> None:
         """Note that ``closed`` ends."""
@@ -266,7 +266,7 @@ class Steps:
             return self._count_of_several(built_at)
         each = self._open[0]
         if _trains_on(each, built_at):
-            each.stepped = Stepped(each.stepped.steps + 1, together=each.stepped.together)
+            each.steps = PassSteps(each.steps.count + 1, together=each.steps.together)
         return False
 
     def _count_of_several(self, built_at: int) -> bool:
@@ -274,15 +274,15 @@ class Steps:
         ended = [each for each in self.ended if each.trains and (not self._open or (each.drawn_at > since and not each.exhausted))]
         passes = dict.fromkeys([*self._open, *ended, *([] if self._open else self.ended[-1:])])
         drew = [each for each in passes if _trains_on(each, built_at)]
-        candidates = [each for each in drew if not each.stepped.left_out] or drew
+        candidates = [each for each in drew if not each.steps.left_out] or drew
         last = max((each.drawn_at for each in candidates if each in self._open), default=0)
         for each in drew:
-            each.stepped.waits = False
-            alone = each in self._open and not (each.drawn_at == last or each.stepped.together or each.in_thread or each.trained)
+            each.steps.waits = False
+            alone = each in self._open and not (each.drawn_at == last or each.steps.together or each.in_thread or each.trained)
             if alone or each not in candidates:
-                each.stepped.left_out = True
+                each.steps.left_out = True
             else:
-                each.stepped.steps += 1
+                each.steps.count += 1
         return any(each.in_thread for each in drew)
 
 
@@ -292,9 +292,9 @@ def _may_share(each: Pass, modes: int) -> bool:
     Not with a validation whose iterator the script still holds: all its batches are read, or the model has left eval mode since.
     """
     validated = (each.is_read and each.length > 1) or (each.after_eval and each.modes != modes)
-    return each.stepped.waits and not each.stepped.left_out and not validated
+    return each.steps.waits and not each.steps.left_out and not validated
 
 
 def _trains_on(each: Pass, built_at: int) -> bool:
     """Whether a step of an optimizer trains on a batch of the pass, if it trains on the pass at all."""
-    return (each.stepped.waits and each.drawn_at > built_at) or (each.in_thread and each.drawn > 0)
+    return (each.steps.waits and each.drawn_at > built_at) or (each.in_thread and each.drawn > 0)

@@ -259,7 +259,7 @@ class Passes:
         self._drawn_by_loop += by_loop
         opened.drawn += 1
         opened.drawn_by_loop += by_loop
-        opened.drawn_at, opened.modes, opened.stepped.waits = self.draws, self.modes, True
+        opened.drawn_at, opened.modes, opened.steps.waits = self.draws, self.modes, True
         if opened.trains:
             opened.drew(samples, self.backwards, lacks)
             self.clock.samples += samples

@@ -63,7 +63,7 @@ def test_a_pass_in_its_midst_is_plain_data_that_pickles(options, workers):
 
         again = pickle.loads(pickle.dumps(opened))
 
-    assert (2, 2, 2) == (again.drawn, again.backwards, again.stepped.steps)
+    assert (2, 2, 2) == (again.drawn, again.backwards, again.steps.count)
     assert (4 if options else 8) == again.samples
     assert plain(opened) == vars(again)
 
