@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError
 
-__all__ = ["CHOICES", "Options", "check_positive"]
+__all__ = ["CHOICES", "CurrentOptions", "Options", "check_positive"]
 
 CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
@@ -247,3 +247,13 @@ def is_number(value: object) -> bool:
     (True, False, False, False)
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass
+class CurrentOptions:
+    """The options of the innermost running function: call it, or where a call costs too much, read ``now``."""
+
+    now: Options
+
+    def __call__(self) -> Options:
+        return self.now

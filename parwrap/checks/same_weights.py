@@ -126,23 +126,22 @@ class SameWeights:
         self._checked: tuple[int, int] | None = (0, 0)
         self._begun = 0
         self._said = False
-        self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
+        self._due = 1  # the number of steps after which to check next
+        self._unchecked: dict[Optimizer, None] = {}  # kept alive: the last steps are compared after the function has dropped them
         self._on_the_way: tuple[_Check, torch.cuda.Event] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer`` has stepped, and compare the weights if :func:`is_due` is true for this step."""
-        if is_alone():
-            return
-        self.note(optimizer)
-        if is_due(self._optimizers.steps):
+        """Note that ``optimizer`` has stepped together with other ranks, and compare the weights if that is due; see :func:`is_due`."""
+        self._unchecked[optimizer] = None
+        if self._optimizers.steps >= self._due:
+            self._due = next(step for step in itertools.count(self._optimizers.steps + 1) if is_due(step))
             self.due_at = script_place()
             if len(self._optimizers.all()) == 1:  # several may step in another order on another rank, as in a set
                 self.check(early=True)
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped: the next check compares its parameters and hyperparameters."""
-        if not any(optimizer is each for each in self._unchecked):
-            self._unchecked.append(optimizer)
+        self._unchecked[optimizer] = None
 
     def begins_pass(self) -> None:
         """Count a training pass that begins, and compare the weights if :func:`is_due` is true for it.
@@ -192,7 +191,7 @@ class SameWeights:
 
     def _taken(self, early: bool) -> _Check:
         """What to compare of the weights as they are now."""
-        optimizers, self._unchecked = self._unchecked, []
+        optimizers, self._unchecked = [*self._unchecked], {}
         optimizers.sort(key=lambda each: min(self._modules.numbers_of(parameters_of(each)), default=0))
         owned = [p for optimizer in optimizers for p in parameters_of(optimizer) if has_values(p) and not self.leaves_out(p)]
         owned = self._modules.in_order(owned, always=True)
@@ -221,7 +220,7 @@ class SameWeights:
         digest = crc32(f"{check.options} {check.frozen}".encode()) ^ (int(check.whole) % 2**61)
         differing = agree(self._group, kind, digest, details, error)
         if differing is not None and _puts_off(check, differing):
-            self._unchecked = [*check.early, *self._unchecked]
+            self._unchecked = dict.fromkeys(check.early) | self._unchecked
             self._checked, self.due_at = None, check.place
         elif differing is not None:  # by rounding, as far as checksums show
             held = set(check.others).intersection(*(each.others for each in differing))

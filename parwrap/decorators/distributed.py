@@ -50,7 +50,7 @@ from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
-from parwrap.options import Options
+from parwrap.options import CurrentOptions, Options
 from parwrap.places import begin_here, from_script, is_ours, module_name, script_place, warn
 from parwrap.rank_zero.commands import refusing_exec
 from parwrap.rank_zero.files import Files, current, intercepting_files
@@ -405,7 +405,8 @@ class _Scope(Interceptor):
     def __init__(
         self, group: Group | None, options: Options, leave_group: Callable[[], None], whole: Group | None, server: Server | None
     ) -> None:
-        self._group, self._options, self._leave_group, self._whole, self._server = group, options, leave_group, whole, server
+        self._group, self._leave_group, self._whole, self._server = group, leave_group, whole, server
+        self._options = CurrentOptions(options)
         self._undo, self._training = ExitStack(), ExitStack()
         self._reading: list[Interceptor] = []
         self.strategy: Strategy | None = None
@@ -473,7 +474,7 @@ class _Scope(Interceptor):
 
     def part(self) -> int | None:
         """The number of samples in this rank's part of a batch; ``None`` if batches are not divided."""
-        return self.loop.passes.samples if self.loop is not None and self._options.batch == "global" else None
+        return self.loop.passes.samples if self.loop is not None and self._options.now.batch == "global" else None
 
     def short(self) -> tuple[int, int] | None:
         """The sizes of this rank's short last batch and of all batches of one process; ``None`` if one process has a short one too."""
@@ -509,7 +510,7 @@ class _Scope(Interceptor):
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
-        group, options = self._group, self._options
+        group, options = self._group, self._options.now
         if options.seed is not None:
             seed_all(options.seed)
         if self._server is not None:
@@ -533,11 +534,11 @@ class _Scope(Interceptor):
         streams.begin(options.seed is not None)
         self._undo.callback(setattr, group, "control_message", group.control_message)
         group.control_message = same_step.control
-        divisors = Divisors(group, passes, lambda: self._options)
+        divisors = Divisors(group, passes, self._options)
         totals = Totals(group.world.size, passes, (lambda text: None) if self._silent else say)
         self._undo.callback(setattr, group, "summed", group.summed)
         group.summed = totals.summed
-        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, divisors, same_step, totals)
+        loop = Loop(group, self._options, passes, optimizers, modules, losses, divisors, same_step, totals)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
         self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
         if group.world.rank == 0:
@@ -545,10 +546,10 @@ class _Scope(Interceptor):
         self._undo.callback(self.strategy.close)
         iterators = PassIterators(passes, Loops(passes, optimizers), totals, self.strategy.begins_pass, group.world.size)
         self._undo.callback(iterators.close)
-        loaders = Loaders(group, lambda: self._options, optimizers, iterators)
+        loaders = Loaders(group, self._options, optimizers, iterators)
         self._undo.enter_context(loaders.forwarding_states())
         if options.strategy != "none":
-            pipelines = Pipelines(group, lambda: self._options, iterators)
+            pipelines = Pipelines(group, self._options, iterators)
             self._undo.enter_context(intercepting_pipelines(pipelines))
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
@@ -567,7 +568,7 @@ class _Scope(Interceptor):
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
         """Apply the options ``given`` to an inner function while it runs."""
-        before, after = self._options, replace(self._options, **given)
+        before, after = self._options.now, replace(self._options.now, **given)
         if self._group is not None:
             now = {"backend": self._group.backend, "strategy": before.strategy}
             for name in now.keys() & given.keys():
@@ -581,15 +582,15 @@ class _Scope(Interceptor):
                 seed_all(given["seed"])
         adjusts = self._group is not None and before.lr == "keep" != after.lr
         drawing = self.loop.passes.drawing(given["draws"]) if self.loop and "draws" in given else nullcontext()
-        self._options = after
+        self._options.now = after
         try:
             with drawing, learning_rates_times(self._lr_factor) if adjusts else nullcontext():
                 yield
         finally:
-            self._options = before
+            self._options.now = before
 
     def _lr_factor(self) -> float:
-        return self._options.lr_factor(self._group.world.size if self._group else 1)
+        return self._options.now.lr_factor(self._group.world.size if self._group else 1)
 
     def distributes_itself(self, what: str) -> None:
         """Remove all interceptors, because the script distributes itself by a call of ``what``."""

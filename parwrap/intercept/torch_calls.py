@@ -32,10 +32,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from parwrap.intercept import step_hooks
 from parwrap.intercept.intercepted_calls import Backward, Clip, Criterion, Norm, ScalerCall
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, caller, installed, when_imported
-from parwrap.intercept.skipped_steps import closures, hooked, is_image, is_left_out, leaving_out, skipping
+from parwrap.intercept.skipped_steps import leaving_out, skipping
+from parwrap.intercept.step_hooks import hooked, steps_run
 from parwrap.places import is_ours, is_standard, outside_of
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
@@ -428,32 +430,28 @@ def _zero_grad(interceptor: Interceptor) -> Patches:
 
 
 def _step(interceptor: Interceptor) -> Patches:
-    return [hooked(lambda optimizer, args, kwargs: None if is_image(args[0]) else interceptor.step(optimizer))]
+    return [hooked(step_hooks.before, interceptor.step)]
 
 
 def _stepped(interceptor: Interceptor) -> Patches:
-    return [hooked(lambda optimizer, args, kwargs: None if is_image(args[0]) else interceptor.stepped(optimizer), after=True)]
+    return [hooked(step_hooks.after, interceptor.stepped)]
+
+
+def _closure(interceptor: Interceptor) -> Patches:
+    return [hooked(step_hooks.closures, interceptor.closure, first=True)]
 
 
 def _left_out(interceptor: Interceptor) -> Patches:
     """Report steps that parwrap's loss scale leaves out, and steps that the script asks of a ``GradScaler`` and that it does not run."""
-    called = False
-
-    def stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        nonlocal called
-        called = True
-        if is_left_out(args[0]):
-            interceptor.left_out(optimizer)
 
     def step(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
-        nonlocal called
-        called = False
+        before = steps_run()
         result = wrapped(*args, **kwargs)
-        if not called:
+        if steps_run() == before:
             interceptor.left_out(args[0] if args else kwargs["optimizer"])
         return result
 
-    return [hooked(stepped, after=True), Patch(torch.amp.GradScaler, "step", step)]
+    return [hooked(step_hooks.left_out_steps, interceptor.left_out), Patch(torch.amp.GradScaler, "step", step)]
 
 
 def _optimizer_state(interceptor: Interceptor) -> Patches:
@@ -667,7 +665,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "load_optimizer_state": _load_optimizer_state,
     "skips": skipping,
     "leaves_out": leaving_out,
-    "closure": closures,
+    "closure": _closure,
     "metric": _metric,
     "update_metric": _update_metric,
     "share_states": _share_states,

@@ -19,7 +19,7 @@ from parwrap.intercept.intercepted_calls import Backward, Criterion
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.losses import counts_samples, is_counted, leading_sizes
 from parwrap.loop.passes import Passes
-from parwrap.options import Options
+from parwrap.options import CurrentOptions
 from parwrap.places import script_place
 from parwrap.ranks.group import Group, is_alone
 
@@ -70,18 +70,18 @@ class Divisors(Interceptor):
     Args:
         group: the process group.
         passes: the open passes.
-        options: a function that returns the options of the innermost running function.
+        options: the options of the innermost running function.
 
     Attributes:
         waiting: the mean losses that a backward may reach, each with its node.
     """
 
-    def __init__(self, group: Group, passes: Passes, options: Callable[[], Options]) -> None:
+    def __init__(self, group: Group, passes: Passes, options: CurrentOptions) -> None:
         self._group, self._passes, self._options = group, passes, options
         self.waiting: list[tuple[weakref.ref[Node], _MeanLoss]] = []
 
     def criterion(self, loss: torch.Tensor, mean: Callable[[], Criterion | None]) -> torch.Tensor:
-        if not self.weighs_criterions() or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
+        if self._options.now.batch != "global" or is_alone() or not self._passes.in_weighted_batch or (call := mean()) is None:
             return loss
         if is_counted(loss):
             return loss  # for a subclass of tensors, torch calls the function again
@@ -92,7 +92,7 @@ class Divisors(Interceptor):
         return result
 
     def weighs_criterions(self) -> bool:
-        return self._options().batch == "global"
+        return self._options.now.batch == "global"
 
     def weigh(self, call: Backward) -> torch.Tensor | None:
         """Set the factors of the mean losses that ``call`` is the first to reach, without the batch's weight: the strategy applies it.

@@ -265,8 +265,10 @@ class Steps:
         if len(self._open) != 1 or self.ended:
             return self._count_of_several(built_at)
         each = self._open[0]
-        if _trains_on(each, built_at):
-            each.steps = PassSteps(each.steps.count + 1, together=each.steps.together)
+        # a steady step makes no further call
+        if (each.steps.waits and each.drawn_at > built_at) or _trains_on(each, built_at):
+            steps = each.steps
+            steps.count, steps.waits, steps.left_out = steps.count + 1, False, False
         return False
 
     def _count_of_several(self, built_at: int) -> bool:

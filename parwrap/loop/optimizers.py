@@ -27,7 +27,7 @@ from parwrap.loop.modules import Modules
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place
-from parwrap.ranks.group import is_alone, is_on_one_rank
+from parwrap.ranks.group import alone_now, is_alone, is_on_one_rank
 
 __all__ = ["Optimizers", "parameters_of"]
 
@@ -130,10 +130,13 @@ class Optimizers(Interceptor):
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         work = self._works.get(optimizer)
-        if work is not None and not is_alone():  # ranks must not differ by what one does by itself
+        if work is None or (alone_now and is_alone()):  # ranks must not differ by what one does by itself
+            return
+        if work not in self._at_work:
             self._use(work)
-            self._look_at(work, optimizer)
-            self.active = work.number
+        self._look_at(work, optimizer)
+        self.active = work.number
+        if self._passes.steps.ended:
             self._passes.steps.zeroed()
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -284,30 +287,34 @@ class Optimizers(Interceptor):
         if work is None and (made := self._batch_optimizers.get(optimizer)) is not None:
             self._refuse_older(made, f"the parameters of a {type(optimizer).__name__}")
             return
-        if is_alone():
+        if alone_now and is_alone():
             return
         if work is None:
             self.built(optimizer)
             work = self._works[optimizer]
             work.built_at = -1  # it is older than the scope
-        self._use(work)
+        if work not in self._at_work:
+            self._use(work)
         self.active = work.number
         self.steps += 1
         self.trained_since_built = True
-        self._note_step(work)
+        if self._stepped_after != self._passes.begun or work not in self._stepped:
+            self._note_stepped(work)
+        self._passes.stepped(work.built_at)
 
     def left_out(self, optimizer: Optimizer) -> None:
         """A step that is left out because of a loss scale has trained all the same."""
         work = self._works.get(optimizer)
         if work is not None and not is_alone():
-            self._note_step(work)
+            self._note_stepped(work)
+            self._passes.stepped(work.built_at)
 
-    def _note_step(self, work: _Work) -> None:
+    def _note_stepped(self, work: _Work) -> None:
+        """Note that the optimizer of ``work`` steps in the last pass."""
         if self._stepped_after != self._passes.begun:
             self._stepped, self._stepped_after = [], self._passes.begun
         if work not in self._stepped:
             self._stepped.append(work)
-        self._passes.stepped(work.built_at)
 
     def trains_in_batch(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` belongs to an optimizer for which :meth:`is_of_batch` is true."""

@@ -137,7 +137,7 @@ class Passes:
 
     def _drawn_around(self) -> int:
         """The batches that the loop has drawn in a training pass around the innermost one; in all passes, if it reads none there."""
-        return next((each.drawn_by_loop for each in reversed(self._open) if each.trains and each.drawn_by_loop), self._drawn_by_loop)
+        return next((each.drawn_by_loop for each in reversed(self.open) if each.trains and each.drawn_by_loop), self._drawn_by_loop)
 
     @property
     def done(self) -> tuple[int, int]:

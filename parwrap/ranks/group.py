@@ -27,6 +27,7 @@ from parwrap.torch_private.distributed import abort_process_groups, quiet_gloo, 
 __all__ = [
     "Group",
     "alone",
+    "alone_now",
     "current",
     "is_alone",
     "is_failure",
@@ -98,8 +99,11 @@ class Group:
 _current: Group | None = None
 _outside: World | None = None
 """The world of a process that does not run the training loop; see :func:`within`."""
-_alone: list[tuple[int, bool]] = []
-"""The threads that run something without the other ranks, each with the ``in_turn`` of :func:`alone`."""
+alone_now: list[tuple[int, bool]] = []
+"""The threads that run something without the other ranks, each with the ``in_turn`` of :func:`alone`.
+
+Where a call costs too much, ask ``alone_now and is_alone()``: the list is nearly always empty.
+"""
 _reading_stream: list[int] = []
 """The threads that read a stream; see :func:`reading_stream`."""
 
@@ -234,21 +238,21 @@ def alone(in_turn: bool = False) -> Iterator[None]:
         in_turn: whether the other ranks run the block too, before or after this one.
     """
     entry = threading.get_ident(), in_turn
-    _alone.append(entry)
+    alone_now.append(entry)
     try:
         yield
     finally:
-        _alone.remove(entry)
+        alone_now.remove(entry)
 
 
 def is_alone() -> bool:
     """Whether only this rank runs the calling code now; see :func:`alone`."""
-    return bool(_alone) and any(thread == threading.get_ident() for thread, _ in _alone)
+    return bool(alone_now) and any(thread == threading.get_ident() for thread, _ in alone_now)
 
 
 def is_on_one_rank() -> bool:
     """Whether no other rank ever runs the calling code, so what it builds is on this rank only; see :func:`alone`."""
-    return (threading.get_ident(), False) in _alone
+    return (threading.get_ident(), False) in alone_now
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class DDP(OneModel):
         self._sites = self._new_sites(self.buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
         self._thread: int | None = None
-        self._local = self._synced_steps = 0
+        self._local = self._synced_steps = self._counted_steps = 0
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
             torch.zeros((), requires_grad=True).sum()
@@ -190,14 +190,16 @@ class DDP(OneModel):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step inside a backward, whose gradients are not averaged yet. Inside ``no_sync`` the step is allowed."""
-        if self._in_running_backward() and not self._local:
+        if self._thread is not None and self._in_running_backward() and not self._local:
             raise UsageError(
                 f"{script_place()} steps inside a backward, before its gradients are averaged, so every rank would step on its own "
                 "gradients. Step after backward, not in a hook."
             )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.loop.optimizers.is_of_batch(optimizer):
+        steps = self.loop.optimizers.steps
+        if steps != self._counted_steps:  # else one rank steps by itself, or it is an optimizer of one batch
+            self._counted_steps = steps
             self._weights.after_step(optimizer)
 
     def end(self) -> None:

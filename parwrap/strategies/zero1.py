@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from parwrap.intercept.intercepted_calls import Backward
-from parwrap.intercept.skipped_steps import is_image
+from parwrap.intercept.step_hooks import is_image
 from parwrap.loop.modules import has_values
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place

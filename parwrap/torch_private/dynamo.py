@@ -12,7 +12,18 @@ from typing import Any
 
 from parwrap.torch_private.versions import private
 
-__all__ = ["DYNAMO", "EXPORTING", "INLINE", "inlined", "leave_frames", "left_out", "not_in_graphs", "outside"]
+__all__ = [
+    "DYNAMO",
+    "EXPORTING",
+    "INLINE",
+    "inlined",
+    "leave_frames",
+    "left_out",
+    "not_in_graphs",
+    "outside",
+    "running_compiler",
+    "without_compiler",
+]
 
 DYNAMO = "torch._dynamo"
 """The module that a process's first optimizer imports, which takes a second. If imported before a fork, it costs no rank any time."""
@@ -34,13 +45,23 @@ def left_out(why: str) -> dict[str, Any]:
     return {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": why}
 
 
+def running_compiler() -> Callable[[], object]:
+    """The function that returns what compiles the frames of this thread; ``None`` if nothing does."""
+    return private("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+
+
+def without_compiler(function: Callable, why: str) -> Callable:
+    """``function``, which nothing compiles while it runs. ``why`` is as in :func:`left_out`."""
+    return sys.modules[DYNAMO].disable(function, reason=why)
+
+
 def outside(function: Callable, why: str) -> Callable:
     """``function`` for ``torch.compile`` to call outside of its graphs: neither it nor what it calls is compiled.
 
     ``why`` is as in :func:`left_out`. Unlike ``torch.compiler.disable``, this imports no compiler, and costs nothing where none is at work.
     """
     disabled: Callable | None = None
-    compiler = private("torch._C._dynamo.eval_frame.get_eval_frame_callback")  # returns what compiles the frames of this thread, or None
+    compiler = running_compiler()
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +69,7 @@ def outside(function: Callable, why: str) -> Callable:
         if compiler() is None:
             return function(*args, **kwargs)
         if disabled is None:
-            disabled = sys.modules[DYNAMO].disable(function, reason=why)
+            disabled = without_compiler(function, why)
         return disabled(*args, **kwargs)
 
     vars(call).update(left_out(why))

@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from parwrap.torch_private import dynamo
 from parwrap.torch_private.dynamo import leave_frames, outside
 
 
@@ -33,3 +34,19 @@ def test_neither_a_function_outside_of_graphs_nor_what_it_calls_is_compiled():
     nodes = [node.name for graph in graphs for node in graph.graph.nodes]
     assert len(graphs) == 2
     assert not [name for name in nodes if "mul" in name]
+
+
+def test_what_compiles_this_thread_is_known_and_can_be_left():
+    import torch._dynamo
+
+    seen, compiler = [], dynamo.running_compiler()
+
+    def look():
+        seen.append(compiler() is None)
+
+    vars(look)["_torchdynamo_disable"] = True
+    left = dynamo.without_compiler(look, "a test")
+    look()
+    torch.compile(lambda: (look(), left()), backend="eager")()
+
+    assert [True, False, True] == seen
