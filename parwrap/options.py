@@ -5,13 +5,60 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from parwrap.errors import UsageError
 
-__all__ = ["CHOICES", "CurrentOptions", "Options", "check_positive"]
+__all__ = ["CHOICES", "STRATEGIES", "CurrentOptions", "Options", "Traits", "check_positive"]
+
+
+class Traits(NamedTuple):
+    """What callers need to know of a strategy, so that they never ask for its name.
+
+    Attributes:
+        kind: its class, in the file in ``strategies/`` with its name.
+        meaning: what it does, for errors.
+        one_model: whether ranks train one model, read shares, and end together.
+        averages: whether a backward leaves averages in all gradients.
+        in_buckets: whether it averages gradients in DDP's buckets, be it in a warm-up alone.
+        same_weights: whether after each step all ranks hold the same whole weights, so that they can be compared with one process.
+        waits: whether ranks wait for each other's steps; with servers, they do so only up to a ``staleness``.
+        has_servers: whether some ranks train nothing, and serve the others.
+    """
+
+    kind: str
+    meaning: str
+    one_model: bool = True
+    averages: bool = False
+    in_buckets: bool = False
+    same_weights: bool = False
+    waits: bool = True
+    has_servers: bool = False
+
+
+STRATEGIES = {
+    "ddp": Traits("DDP", "gradients are averaged in every backward pass", averages=True, in_buckets=True, same_weights=True),
+    "zero1": Traits(
+        "Zero1",
+        "like ddp, but each rank holds the optimizer state of only a part of the parameters",
+        averages=True,
+        in_buckets=True,
+        same_weights=True,
+    ),
+    "fsdp": Traits("FSDP", "each rank holds a part of the parameters, the gradients and the optimizer state", averages=True),
+    "local_sgd": Traits("LocalSGD", "each rank steps on its own gradients, and weights are averaged every few steps", in_buckets=True),
+    "hogwild": Traits("Hogwild", "each rank steps separately, without waiting, on weights that all ranks of a node share", waits=False),
+    "parameter_server": Traits(
+        "ParameterServer",
+        "some ranks hold the weights and take the steps, with gradients from the other ranks, the workers",
+        waits=False,
+        has_servers=True,
+    ),
+    "none": Traits("Independent", "nothing is averaged, and every rank trains a separate model on all of the data", one_model=False),
+}
+"""The strategies: the class of each, and its traits."""
 
 CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
@@ -33,15 +80,7 @@ CHOICES: dict[str, dict[Any, str]] = {
         "by_pass": "each rank has random numbers of its own inside training passes, and all have the same outside",
         "per_rank": "each rank has random numbers of its own from the first backward on, for loops that draw their batches by hand",
     },
-    "strategy": {
-        "ddp": "gradients are averaged in every backward pass",
-        "zero1": "like ddp, but each rank holds the optimizer state of only a part of the parameters",
-        "fsdp": "each rank holds a part of the parameters, the gradients and the optimizer state",
-        "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
-        "hogwild": "each rank steps separately, without waiting, on weights that all ranks of a node share",
-        "parameter_server": "some ranks hold the weights and take the steps, with gradients from the other ranks, the workers",
-        "none": "nothing is averaged, and every rank trains a separate model on all of the data",
-    },
+    "strategy": {name: traits.meaning for name, traits in STRATEGIES.items()},
     "compress": {
         None: "gradients are sent in full precision",
         "bf16": "they are sent in bfloat16",
@@ -60,11 +99,8 @@ CHOICES: dict[str, dict[Any, str]] = {
 }
 """The options that have a fixed set of values, each value with its meaning, as errors list them."""
 
-AVERAGING = ("ddp", "zero1", "local_sgd")
-"""The strategies that average gradients in buckets; ``local_sgd`` does so during its warm-up."""
-
-TOGETHER = (*AVERAGING, "fsdp", "parameter_server", "hogwild")
-"""The strategies whose ranks train one model together."""
+AVERAGING = tuple(name for name, traits in STRATEGIES.items() if traits.in_buckets)
+TOGETHER = tuple(name for name, traits in STRATEGIES.items() if traits.one_model)
 
 OF_STRATEGIES = {
     **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
@@ -131,7 +167,7 @@ class Options:
             problem = "is too small" if is_number(seconds) else "is not a finite number"
             raise UsageError(f"timeout={self.timeout!r} {problem}: pass at least 0.001 seconds, or a timedelta.")
         for name, strategies in OF_STRATEGIES.items():
-            if self._given(name) and self.strategy not in strategies:
+            if self.is_given(name) and self.strategy not in strategies:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} has no effect with strategy={self.strategy!r}: remove it, or choose a strategy that "
                     f"has this option: {', '.join(map(repr, strategies))}."
@@ -148,7 +184,8 @@ class Options:
         self._check_local_sgd()
         self._check_separate_steps()
 
-    def _given(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
+        """Whether the option has another value than its default."""
         return getattr(self, name) != getattr(Options, name)
 
     def _check_compression(self) -> None:
@@ -158,7 +195,7 @@ class Options:
                 "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients that are matrices of rank "
                 "1. Use 1, or 3 and above."
             )
-        if self.compress != "powersgd" and self._given("powersgd_rank"):
+        if self.compress != "powersgd" and self.is_given("powersgd_rank"):
             raise UsageError(
                 f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or use "
                 "compress='powersgd'."
@@ -173,10 +210,10 @@ class Options:
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             raise UsageError(f"outer_momentum={self.outer_momentum!r} is not in the range [0, 1).")
         for name in ("outer_lr", "outer_momentum"):
-            if self._given(name) and self.outer is None:
+            if self.is_given(name) and self.outer is None:
                 raise UsageError(f"{name}={getattr(self, name)!r} is an option of the outer optimizer: add outer='nesterov', or remove it.")
         for name, strategies in OF_STRATEGIES.items():
-            if self.strategy == "local_sgd" and not self.warmup and strategies is AVERAGING and self._given(name):
+            if self.strategy == "local_sgd" and not self.warmup and strategies is AVERAGING and self.is_given(name):
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} applies only to averaged gradients, which strategy='local_sgd' has only during its "
                     "warm-up: remove it, or set warmup= to a number of steps."
@@ -189,8 +226,8 @@ class Options:
         check_positive(servers=self.servers)
         if self.staleness is not None and not _whole(self.staleness, 0):
             raise UsageError(f"staleness={self.staleness!r} is not a number of steps: pass an integer, 0 or more.")
-        if self.strategy == "hogwild" or (self.strategy == "parameter_server" and self.staleness != 0):
-            instead = "remove it" + (", or set staleness=0, with which workers step together" if self.strategy != "hogwild" else "")
+        if not self.traits.waits and self.staleness != 0:
+            instead = "remove it" + ", or set staleness=0, with which workers step together" * self.traits.has_servers
             for name, value in (("batch", "global"), ("uneven", "join"), ("loss", "sum"), ("lr", "linear"), ("lr", "sqrt")):
                 if getattr(self, name) == value:
                     raise UsageError(
@@ -204,6 +241,16 @@ class Options:
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
 
     @property
+    def traits(self) -> Traits:
+        """What the strategy is like."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for each other's steps, so that they can end a stream together."""
+        return self.traits.waits or self.staleness is not None
+
+    @property
     def averages_losses(self) -> bool:
         """Whether every backward leaves the mean over ranks in its loss (contract, rule 5).
 
@@ -212,9 +259,7 @@ class Options:
         >>> Options().averages_losses, Options(strategy="hogwild").averages_losses
         (True, False)
         """
-        if self.strategy == "parameter_server":
-            return self.staleness == 0
-        return self.strategy not in ("local_sgd", "hogwild", "none")
+        return self.traits.averages or self.staleness == 0
 
     def lr_factor(self, size: int) -> float:
         """The number by which learning rates are multiplied on ``size`` ranks.

@@ -250,8 +250,7 @@ class Loaders(Interceptor):
                 return iterator.original(loader)
 
         options = self._options()
-        steps_together = options.strategy != "hogwild" and not (options.strategy == "parameter_server" and options.staleness is None)
-        if opened.in_thread or not (may_end_apart and steps_together):
+        if opened.in_thread or not (may_end_apart and options.waits):
             return begin()
         opened.weights = deque() if options.uneven == "join" else None
         return EndsTogether(begin, self._group, options.uneven, opened.repeats_samples)

@@ -97,18 +97,6 @@ NOT_HERE = {
 """Options of other tools that users may pass to ``distributed``, each with advice."""
 
 
-STRATEGIES = {
-    "none": "Independent",
-    "ddp": "DDP",
-    "zero1": "Zero1",
-    "fsdp": "FSDP",
-    "local_sgd": "LocalSGD",
-    "hogwild": "Hogwild",
-    "parameter_server": "ParameterServer",
-}
-"""The class of each strategy. The file in ``strategies/`` with the strategy's name defines it, and is imported when it is used."""
-
-
 class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
@@ -333,7 +321,7 @@ def evaluating(divides: bool) -> Iterator[Callable[[Any], None]]:
 
 def trains_apart() -> bool:
     """Whether each rank trains a model of its own, with ``strategy="none"``."""
-    return _scope is not None and _scope.strategy is not None and not _scope.strategy.together
+    return _scope is not None and _scope.strategy is not None and not _scope.strategy.loop.options().traits.one_model
 
 
 class _Script(NamedTuple):
@@ -374,7 +362,7 @@ def _opened(options: Options, call: Call, script: _Script | None = None) -> Iter
     with ExitStack() as opened:
         whole = group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
         server = None
-        if whole is not None and options.strategy == "parameter_server":
+        if whole is not None and options.traits.has_servers:
             from parwrap.strategies.parameter_server import divided
 
             _share_streams(whole)
@@ -498,12 +486,13 @@ class _Scope(Interceptor):
             strategy.end()
             line = None
             loop.totals.tell()
-            if strategy.together and self._whole is group and not quiet:
+            one_model = loop.options().traits.one_model
+            if one_model and self._whole is group and not quiet:
                 steps = loop.optimizers.steps
                 line = summary(group, passes.clock, steps, len(self._warnings)) or _whole_work(passes, group)
             if returns:  # a script's process ends
                 strategy.make_whole()
-            if strategy.together:
+            if one_model:
                 loop.same_step.positions.end(group.timeout.total_seconds())
             if line is not None:
                 say(line)
@@ -540,7 +529,7 @@ class _Scope(Interceptor):
         group.summed = totals.summed
         loop = Loop(group, self._options, passes, optimizers, modules, losses, divisors, same_step, totals)
         optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
-        self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), STRATEGIES[options.strategy])(loop)
+        self.strategy = getattr(import_module(f"parwrap.strategies.{options.strategy}"), options.traits.kind)(loop)
         if group.world.rank == 0:
             warn_of_newer_torch(OF_RANKS + OF_GPUS * torch.backends.cuda.is_built())
         self._undo.callback(self.strategy.close)
@@ -548,12 +537,12 @@ class _Scope(Interceptor):
         self._undo.callback(iterators.close)
         loaders = Loaders(group, self._options, optimizers, iterators)
         self._undo.enter_context(loaders.forwarding_states())
-        if options.strategy != "none":
+        if options.traits.one_model:
             pipelines = Pipelines(group, self._options, iterators)
             self._undo.enter_context(intercepting_pipelines(pipelines))
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        shared = [loaders, Metrics(passes)] if options.strategy != "none" else []
+        shared = [loaders, Metrics(passes)] if options.traits.one_model else []
         self._reading += [streams, HiddenWhileRead()]
         return [optimizers, modules, losses, *shared, divisors, self.strategy, self]
 

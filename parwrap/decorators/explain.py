@@ -283,8 +283,8 @@ class _Watcher(Interceptor):
         call.run()
         row.end = time.perf_counter()
         row.waited += self._loop.passes.clock.averages - waited
-        strategy = self._loop.options().strategy
-        row.rule = f"5, strategy={strategy!r}" if strategy != "ddp" else "5"
+        options = self._loop.options()
+        row.rule = f"5, strategy={options.strategy!r}" if options.is_given("strategy") else "5"
         row.change = "no_sync(), @accumulate"
         if looks:
             after = self._gradients(leaves)
@@ -344,8 +344,7 @@ class _Watcher(Interceptor):
                 idle = "" if row.has_trained else ", no optimizer has stepped"
             return f"{share}, {row.sampler}, {passes}, {counted(row.batches, 'batch')}{idle}"
         if isinstance(row, _Averaged):
-            averaged = self._loop.options().strategy in ("ddp", "zero1", "fsdp")
-            verb = "averaged" if averaged else "this rank's gradients of"
+            verb = "averaged" if self._loop.options().traits.averages else "this rank's gradients of"
             waited = row.waited / (row.end - row.begin) if row.end > row.begin and self._loop.group.device.type == "cpu" else None
             waits = f", {waited:.0%} of the time waiting for averages" if waited is not None and row.times > 1 else ""
             return f"{verb} {counted(row.size[0], 'parameter')}, {row.size[1]:.2g} MB, {row.times} times{waits}"

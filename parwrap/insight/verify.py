@@ -24,6 +24,7 @@ from parwrap.inline.rank_process import Task
 from parwrap.insight.comparison import Comparison, compared, compared_with_ddp, with_prints
 from parwrap.insight.recording import PRECISELY, Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
+from parwrap.options import STRATEGIES
 from parwrap.ranks.environment import environment
 from parwrap.ranks.rendezvous import job_folder
 from parwrap.ranks.world import IN_SCRATCH
@@ -235,9 +236,9 @@ def _refuse(asked: argparse.Namespace) -> None:
         raise UsageError("--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.")
     if not asked.against and getattr(asked, "batch", "global") != "global":
         raise UsageError("--batch per_rank trains on larger batches than one process, so the numbers differ: remove it.")
-    strategy = getattr(asked, "strategy", "ddp")
-    if strategy not in ("ddp", "zero1"):
+    chosen, able = getattr(asked, "strategy", "ddp"), [name for name, traits in STRATEGIES.items() if traits.same_weights]
+    if chosen not in able:
         raise UsageError(
-            "verify compares weights after each step, so all ranks need the same whole weights: use ddp or zero1, not --strategy "
-            f"{strategy}."
+            f"verify compares weights after each step, so all ranks need the same whole weights: use {' or '.join(able)}, not --strategy "
+            f"{chosen}."
         )

@@ -1,6 +1,7 @@
 """What a strategy is: an interceptor that decides how ranks train together.
 
-Callers tell a strategy to act, and never ask which strategy it is. Each strategy has its own file.
+Callers tell a strategy to act, and never ask which strategy it is: ``Options.traits`` has what they need to know. Each strategy has its own
+file.
 """
 
 from __future__ import annotations
@@ -93,10 +94,7 @@ class Strategy(Interceptor):
 
     Attributes:
         loop: the state of the running loop.
-        together: whether ranks end together, because they train one model.
     """
-
-    together = False
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -142,8 +140,6 @@ class OneModel(Strategy):
     Attributes:
         buffers: sends the model's buffers.
     """
-
-    together = True
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
