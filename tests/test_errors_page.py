@@ -32,7 +32,7 @@ LEFT_OUT = {
     "launching/agent.py: str(error)": "torch's own text about one of its options",
     "launching/routes.py: str(error)": "torch's own text about an address",
     "decorators/amp.py: f'{name}={value!r} is not {wanted}.'": "each names its option and the values that it takes",
-    "decorators/distributed.py: line": "the summary of a run, which docs/explain.rst explains",
+    "decorators/opened_scope.py: line": "the summary of a run, which docs/explain.rst explains",
     "doctor/__main__.py: f'parwrap.doctor: {error}'": "passes on an error",
     """inline/launching.py: 'parwrap: ' + of_sharing(size, gpus, "backend='gloo'")""": "passes on the text of ranks/device.py",
     "insight/runs.py: last[0].removeprefix(REFUSED)": "passes on an error of parwrap run",

@@ -136,7 +136,8 @@ def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, m
     import torch
 
     import parwrap
-    from parwrap.decorators.distributed import HiddenGroup, script_scope
+    from parwrap.decorators.distributed import script_scope
+    from parwrap.decorators.opened_scope import HiddenGroup
     from parwrap.intercept.torch_calls import intercepting
     from parwrap.ranks.group import alone
 

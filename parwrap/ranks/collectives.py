@@ -55,7 +55,7 @@ def barrier() -> None:
         _met("barrier", group)
         if group.backend == "nccl":  # wait for the work on the devices too
             dist.barrier(device_ids=[group.device.index])
-        group.after_barrier()
+        group.observer.after_barrier()
 
 
 def reduce_sum(x: Any) -> Any:
@@ -81,7 +81,7 @@ def reduce_sum(x: Any) -> Any:
     group = group_for("reduce_sum")
     total = summed("reduce_sum", x, group)
     if group is not None:
-        group.summed(lambda: _is_multiple(total, x, group.world.size))
+        group.observer.summed(lambda: _is_multiple(total, x, group.world.size))
     return total
 
 
@@ -111,7 +111,7 @@ def gather(x: Any) -> list[Any]:
     group = group_for("gather")
     everyones = gathered(x, group)
     if group is not None:
-        group.summed(lambda: False)
+        group.observer.summed(lambda: False)
     return everyones
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from parwrap.torch_private.distributed import abort_process_groups, quiet_gloo, 
 
 __all__ = [
     "Group",
+    "Observer",
     "alone",
     "alone_now",
     "current",
@@ -53,16 +54,18 @@ LONG_WAIT = 30.0
 """Seconds after which rank 0 says that it waits for other ranks to start."""
 
 
-def _not_noted() -> None:
-    pass
+class Observer:
+    """What an open scope does where ranks of a group act together; here nothing."""
 
+    def control_message(self, kind: str) -> AbstractContextManager[Callable[[], None]]:
+        """The context manager in which a control message is sent; see :meth:`Group.control_message`."""
+        return nullcontext(lambda: None)
 
-def _not_summed(equal: Callable[[], bool]) -> None:
-    pass
+    def after_barrier(self) -> None:
+        """Called after each barrier: this rank may see the files of the other ranks."""
 
-
-def _unchecked(kind: str) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(_not_noted)
+    def summed(self, equal: Callable[[], bool]) -> None:
+        """Called after each ``reduce_sum`` and ``gather`` of the script; ``equal`` returns whether the numbers were equal on all ranks."""
 
 
 @dataclass
@@ -77,11 +80,7 @@ class Group:
         store: a key-value store that all ranks share; ``None``, like ``folder``, for a group that the user's own code has started.
         folder: a folder of this job that only this user can access, shared by the ranks of this node.
         control: a process group only for control messages, on the CPU, so that they never pair with a bucket of gradients.
-        control_message: returns the context manager in which a control message of the given kind is sent; in an open scope it checks
-            lockstep. It yields a function to call while this rank waits outside of a collective.
-        after_barrier: a function that is called after each barrier; an open scope then shows this rank the files of the other ranks.
-        summed: a function that is called after each ``reduce_sum`` and ``gather`` of the script, with a function that returns
-            whether the numbers were equal on all ranks; an open scope then knows that the script adds up what it prints.
+        observer: what an open scope does where ranks act together.
     """
 
     world: World
@@ -91,9 +90,23 @@ class Group:
     store: dist.Store | None = None
     folder: Path | None = None
     control: dist.ProcessGroup | None = None
-    control_message: Callable[[str], AbstractContextManager[Callable[[], None]]] = _unchecked
-    after_barrier: Callable[[], None] = _not_noted
-    summed: Callable[[Callable[[], bool]], None] = _not_summed
+    observer: Observer = field(default_factory=Observer)
+
+    def control_message(self, kind: str) -> AbstractContextManager[Callable[[], None]]:
+        """The context manager in which a control message of this ``kind`` is sent; in an open scope it checks lockstep.
+
+        It yields a function to call while this rank waits outside of a collective.
+        """
+        return self.observer.control_message(kind)
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Inside the block, ``observer`` is the group's."""
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
 
 
 _current: Group | None = None

@@ -89,7 +89,7 @@ LEFT = [
     ("torch.nn.modules.module.register_module_forward_hook(print)", "torch's forward_hooks ("),
     ("optimizer.register_optimizer_step_post_hook(print)", "torch's optimizer_post_hooks ("),
     ("dist.new_group([0, 1])", "the open process groups ("),
-    ("group.current().control_message = print", "group.current().control_message"),
+    ("group.current().observer = print", "group.current().observer"),
 ]
 
 
