@@ -34,6 +34,7 @@ __all__ = [
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_WRAPT = f"{os.sep}wrapt{os.sep}"
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
 
 
@@ -216,8 +217,8 @@ def module_name(frame: FrameType) -> str:
 
 @functools.cache
 def is_ours(file: str) -> bool:
-    """Whether the source ``file`` belongs to torch or to parwrap."""
-    return file.startswith(_OURS)
+    """Whether the source ``file`` belongs to torch, to parwrap, or to wrapt, which has frames where its C extension is missing."""
+    return file.startswith(_OURS) or _WRAPT in file
 
 
 def is_installed(file: str) -> bool:
@@ -250,7 +251,7 @@ def _kind_of(frame: FrameType) -> int:
 @functools.cache
 def _kind(file: str) -> int:
     """Whose code the source ``file`` contains, by its path alone: ``SCRIPT``, ``LIBRARY``, ``OURS`` or ``PASSING``."""
-    if file.startswith("<frozen ") or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
+    if file.startswith("<frozen ") or is_standard(file) or _WRAPT in file:
         return PASSING
     if is_ours(file):
         return OURS

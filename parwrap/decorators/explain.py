@@ -29,7 +29,7 @@ from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
 from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed
+from parwrap.intercept.patch import Patch, caller, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
 from parwrap.intercept.warned import parwraps_warnings
 from parwrap.loop.losses import reached
@@ -317,13 +317,13 @@ class _Watcher(Interceptor):
 
     def open(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         call = Opening(wrapped, *args, **kwargs)
-        if call.writes and isinstance(call.file, (str, os.PathLike)) and from_script(sys._getframe(1)):
+        if call.writes and isinstance(call.file, (str, os.PathLike)) and from_script(caller()):
             row = self._row("open")
             row.what, row.rule, row.change = f"rank 0 writes {os.path.basename(os.fspath(call.file))}", "8", "every_rank_writes()"
         return call.run()
 
     def print(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if from_script(sys._getframe(1)):
+        if from_script(caller()):
             row = self._row("print")
             row.what, row.rule, row.change = "rank 0 speaks", "8", "--all-ranks"
         return wrapped(*args, **kwargs)

@@ -140,6 +140,6 @@ def _length(loader: DataLoader) -> int | None:
 
 def _has_own_bar(frame: FrameType | None) -> bool:
     """Whether the innermost frame that is not torch's or parwrap's belongs to a package of bars."""
-    while frame is not None and (is_ours(frame.f_code.co_filename) or "wrapt" in frame.f_code.co_filename):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BARS

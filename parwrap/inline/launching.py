@@ -217,11 +217,17 @@ def _cuda_has_started() -> bool:
     """Whether forked ranks could not use the GPUs: once torch has initialized CUDA, and also after ``torch.cuda.is_available()``."""
     if torch.cuda.is_initialized() or not torch.cuda.device_count():
         return torch.cuda.is_initialized()
-    with _starting(), _without_collector():
+    reading, writing = os.pipe()
+    with _starting(), _without_collector(), open(reading, "rb", buffering=0) as answer:
         child = os.fork()
         if not child:
-            os._exit(is_in_bad_fork())
-    return os.waitpid(child, 0)[1] != 0
+            os.write(writing, bytes([is_in_bad_fork()]))
+            os._exit(0)
+        os.close(writing)
+        works = answer.read(1) == b"\0"
+        with suppress(ChildProcessError):  # SIGCHLD is ignored, or a handler waits for all children: no exit code is left
+            os.waitpid(child, 0)
+    return not works
 
 
 def _is_regular(file: IOBase) -> bool:

@@ -4,6 +4,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -294,6 +295,17 @@ def test_asking_the_driver_for_gpus_starts_cuda_too(monkeypatch):
     assert not launching._cuda_has_started()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != caller)  # as after torch.cuda.is_available()
     assert launching._cuda_has_started()
+
+
+def test_gpus_are_asked_for_where_sigchld_is_ignored(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        for started in (False, True):
+            monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda started=started: started)
+            assert started == launching._cuda_has_started()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_daemonic_process_cannot_start_ranks(monkeypatch):
