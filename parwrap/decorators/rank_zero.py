@@ -170,7 +170,9 @@ def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], k
         _store(group).set(outcome, in_one_line(error))
         raise
     _store(group).set(outcome, "")
-    return broadcast(result)
+    result = broadcast(result)
+    _store(group).delete(outcome)  # all ranks have read it: they take part in the broadcast
+    return result
 
 
 def _check_pickles(result: Any, function: Callable[..., Any]) -> None:

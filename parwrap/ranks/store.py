@@ -70,6 +70,10 @@ class SignedStore:
         """
         return self._verified(key, self._store.get(self._full(key)), kind)
 
+    def delete(self, key: str) -> None:
+        """Forget the value of ``key``."""
+        self._store.delete_key(self._full(key))
+
     def has(self, *keys: str) -> bool:
         """Whether all ``keys`` have values, which are not verified."""
         return bool(self._store.check([self._full(key) for key in keys]))

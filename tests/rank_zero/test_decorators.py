@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import parwrap
 from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
 from parwrap.errors import RankMismatchError, RankZeroError, UsageError
 from parwrap.rank_zero.files import intercepting_files
-from parwrap.ranks.collectives import barrier, gather
+from parwrap.ranks.collectives import barrier, broadcast, gather
 from parwrap.ranks.group import current, is_alone, rank
 
 
@@ -51,6 +52,37 @@ def test_a_partial_and_an_object_that_is_called_can_send_their_results():
         (KeyError, RankZeroError)[rank()], match=("no data", r"rank 0 failed with KeyError: 'no data' in Load \(.*, whose result")[rank()]
     ):
         rank_zero_only(broadcast=True)(Load())()
+
+
+@pytest.mark.ranks(2)
+def test_many_calls_leave_nothing_and_rank_zero_never_sleeps(tmp_path, monkeypatch):
+    path, slept = Path(broadcast(str(tmp_path))) / "log", []
+
+    @rank_zero_only
+    def note():
+        path.write_text("noted")
+
+    shared = rank_zero_only(broadcast=True)(note)
+
+    def left(calls):
+        for call in range(calls):
+            note()
+            if call % 20 == 0:
+                shared()
+        barrier()
+        files = sum(each.stat().st_size for each in current().folder.rglob("*") if each.is_file())
+        return current().store.num_keys(), files
+
+    with parwrap.distributed():
+        if rank() == 0:
+            monkeypatch.setattr(time, "sleep", slept.append)
+        few, many = left(20), left(2000)
+        monkeypatch.undo()
+
+    barrier()
+    assert [] == slept
+    assert many[0] <= few[0]
+    assert many[1] - few[1] < 100  # each barrier is a line in the journal
 
 
 @pytest.mark.ranks(2)
