@@ -183,10 +183,6 @@ class Scope:
     training: ExitStack
     warnings: list[str] | None
 
-    def lr_factor(self) -> float:
-        """The number by which learning rates are multiplied."""
-        return _lr_factor(self.options, self.ranks.group)
-
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
         """Apply the options ``given`` to an inner function while it runs."""
@@ -207,7 +203,7 @@ class Scope:
         drawing = passes.drawing(given["draws"]) if passes is not None and "draws" in given else nullcontext()
         self.options.now = after
         try:
-            with drawing, learning_rates_times(self.lr_factor) if adjusts else nullcontext():
+            with drawing, learning_rates_times(partial(_lr_factor, self.options, group)) if adjusts else nullcontext():
                 yield
         finally:
             self.options.now = before
@@ -226,8 +222,9 @@ def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | Non
     enter(without(hidden))
     if options.seed is not None:
         seed_all(options.seed)
-    interrupts = None if whole is None else Interrupts()
-    if interrupts is not None:
+    interrupts = None
+    if whole is not None:
+        interrupts = Interrupts()
         enter(interrupts.installed())
     interceptors: list[Interceptor] = []
     reading: list[Interceptor] = []
