@@ -216,8 +216,7 @@ def no_sync() -> AbstractContextManager[None]:
     >>> with no_sync():
     ...     pass
     """
-    strategy = open_strategy()
-    return nullcontext() if strategy is None else strategy.no_sync()
+    return nullcontext() if (strategy := open_strategy()) is None else strategy.no_sync()
 
 
 def average_gradients(parameters: Sequence[torch.Tensor]) -> None:

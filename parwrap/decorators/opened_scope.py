@@ -100,8 +100,7 @@ def open_strategy() -> Strategy | None:
 
 def open_loop() -> Loop | None:
     """What the running loop has done so far; ``None`` in the same cases as :func:`open_strategy`."""
-    strategy = open_strategy()
-    return None if strategy is None else strategy.loop
+    return None if (strategy := open_strategy()) is None else strategy.loop
 
 
 @contextmanager
