@@ -23,7 +23,7 @@ from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree
-from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.group import Group
 from parwrap.ranks.structures import mapped
 
 __all__ = ["Differ", "SameWeights", "checksums", "is_due", "take_rank_zeros"]

@@ -53,7 +53,7 @@ class Loop:
     """
 
     group: Group
-    options: Callable[[], Options]
+    options: CurrentOptions
     passes: Passes
     optimizers: Optimizers
     modules: Modules
