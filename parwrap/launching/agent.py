@@ -49,6 +49,7 @@ from parwrap.launching.routes import await_rendezvous, check_interfaces, endpoin
 from parwrap.launching.script import run_rank
 from parwrap.launching.signals import forward_messages, forward_once, noting_messages
 from parwrap.launching.waiting import reporting_wait
+from parwrap.ranks.device import visible_gpus
 from parwrap.ranks.rendezvous import job_folder, private_folder
 from parwrap.ranks.world import INIT_METHOD
 from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, given_signals, process_context
@@ -101,6 +102,8 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
     Returns the exit code as far as it is known without their ``failures``, and whether the failures have been explained.
     """
     variables = {**plan.variables}
+    torchs = plan.script.scope is None or getattr(plan.torchrun, "virtual_local_rank", False)  # torch hides GPUs, or the script chooses
+    gpus = [] if torchs else visible_gpus()
     one_node = partial(_OneNodeWithPort if plan.script.scope is None else _OneNode, variables, folder.name)
     rendezvous_handler_registry.register(ONE_NODE, lambda parameters: one_node(parameters.run_id))
     ranks = elastic_launch(_config(plan, folder), run_rank)
@@ -117,7 +120,7 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
         poll, close = _ends_by_exit_code(failures, nodes, messages), forward_once(failures, processes)
         stack.enter_context(installed([Patch(MultiprocessContext, POLL, poll), Patch(MultiprocessContext, CLOSE, close), *patches]))
         try:
-            ranks(plan.script, variables, plan.threads, str(failures), pipes)
+            ranks(plan.script, variables, plan.threads, str(failures), pipes, gpus)
         except ChildFailedError:
             return 1, nodes.lost
         except SignalException as signalled:
@@ -207,10 +210,14 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     )  # such as SIGHUP under nohup
     if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
         changes["rdzv_id"] = str(uuid.uuid4())
+    changes["numa_binding"] = plan.torchrun.numa_binding or "node"  # without one torch starts CUDA's driver, to look for a default
     try:
-        return config_from_args(argparse.Namespace(**{**vars(plan.torchrun), **changes}))[0]
+        config = config_from_args(argparse.Namespace(**{**vars(plan.torchrun), **changes}))[0]
     except (ValueError, AssertionError, OSError) as error:
         raise UsageError(str(error)) from error
+    if plan.torchrun.numa_binding is None:
+        config.numa_options = None
+    return config
 
 
 def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
@@ -35,6 +35,7 @@ from parwrap.launching.fork_server import BLOCKED
 from parwrap.launching.output import ALL_RANKS, LOG, Pipes
 from parwrap.launching.plan import Script
 from parwrap.launching.signals import Terminated, note_signals, raise_on_sigterm, terminate
+from parwrap.ranks.device import see_only
 from parwrap.ranks.platform import WINDOWS, known_signals
 from parwrap.ranks.processes import die_with_parent, forks_end_here
 from parwrap.ranks.stdin import refuse_stdin
@@ -55,7 +56,14 @@ def run_alone(script: Script) -> None:
         sys.exit(exit_status(error))
 
 
-def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, failures: str, pipes: Pipes | None = None) -> NoReturn:
+def run_rank(
+    script: Script,
+    variables: Mapping[str, str],
+    threads: int | None,
+    failures: str,
+    pipes: Pipes | None = None,
+    gpus: Sequence[str] = (),
+) -> NoReturn:
     """Run ``script`` in this process, which was started to be one rank.
 
     Args:
@@ -64,11 +72,14 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         threads: the number of compute threads; ``None`` for what torch took from the environment.
         failures: the directory for failure reports.
         pipes: the pipes that replace stdout and stderr.
+        gpus: the GPUs of this node, which its ranks divide among them; empty if the script chooses, or there are none.
     """
     die_with_parent()
     if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # until then, a signal ends the rank
         os._exit(1)
     os.environ.update(variables)
+    if gpus and os.environ["WORLD_SIZE"] != "1":  # a single rank may use them all
+        see_only(gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)])
     if INIT_METHOD in variables:  # torch's agent sets the address of a port that does not exist
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)

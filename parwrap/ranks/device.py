@@ -1,25 +1,46 @@
 """The device and the backend of this rank: one visible GPU and nccl, or the CPU and gloo.
 
-A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so each rank's GPU is
-chosen with ``CUDA_VISIBLE_DEVICES``, before CUDA is initialized. If CUDA is already initialized, torch's current device is set instead.
+A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged. So each rank's GPU is
+chosen with ``CUDA_VISIBLE_DEVICES``, before CUDA starts: by parwrap's launcher, or by ranks that another launcher has started. If CUDA has
+started already, torch's current device is set instead.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
 
 from parwrap.errors import LaunchError, counted
 from parwrap.places import warn
+from parwrap.ranks.platform import FORKS
 from parwrap.ranks.world import World
-from parwrap.torch_private.cuda import driver_device_count
+from parwrap.torch_private.cuda import count_without_driver, driver_device_count, is_in_bad_fork
 
-__all__ = ["BACKEND", "choose_backend", "choose_device", "cores", "gpu_count", "of_sharing", "torch_backend", "uses_nccl", "visible_gpu"]
+__all__ = [
+    "BACKEND",
+    "choose_backend",
+    "choose_device",
+    "cores",
+    "gpu_count",
+    "of_sharing",
+    "see_only",
+    "torch_backend",
+    "uses_nccl",
+    "visible_gpu",
+    "visible_gpus",
+]
 
 BACKEND = "PARWRAP_BACKEND"
 """The variable with the backend of ranks that name none themselves. A launcher on one node sets it to gloo where ranks share GPUs."""
+
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if torch.version.hip else ("CUDA_VISIBLE_DEVICES",)
+"""The variables that name visible GPUs; the first one that is set counts. ``ROCR_VISIBLE_DEVICES`` stays: they count what it leaves."""
+
+_given: str | None = None
+"""The GPU that parwrap's launcher has given this rank."""
 
 
 def of_sharing(ranks: int, gpus: int, option: str) -> str:
@@ -48,7 +69,8 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
 
 
 def _named() -> list[str]:
-    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    value = next((os.environ[name] for name in VISIBLE if name in os.environ), "")
+    return [name.strip() for name in value.split(",") if name.strip()]
 
 
 def _in_parts(names: list[str]) -> bool:
@@ -59,10 +81,54 @@ def _in_parts(names: list[str]) -> bool:
 def gpu_count() -> int:
     """How many GPUs, or instances of GPUs, ranks can have here.
 
-    This does not call ``torch.cuda.is_available()``, which starts the driver: the driver reads ``CUDA_VISIBLE_DEVICES`` only once.
+    This does not start the driver here, as ``torch.cuda.is_available()`` does: the driver reads ``CUDA_VISIBLE_DEVICES`` only once.
     """
     names = _named()
-    return len(names) if _in_parts(names) and torch.backends.cuda.is_built() else torch.cuda.device_count()
+    if not torch.backends.cuda.is_built() or torch.cuda.is_initialized():
+        return torch.cuda.device_count()
+    if _in_parts(names):
+        return len(names)
+    count = count_without_driver()
+    return _count_by_driver() if count is None else count
+
+
+def _count_by_driver() -> int:
+    """How many GPUs the driver counts. It starts in a forked process only, unless it has started here."""
+    if FORKS:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)  # the child only calls the driver
+            child = os.fork()
+        if not child:
+            count = STARTED
+            try:
+                count = STARTED if is_in_bad_fork() else driver_device_count()
+            finally:
+                os._exit(count)
+        count = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if 0 <= count < STARTED:
+            return count
+    return driver_device_count()
+
+
+STARTED = 255
+"""The exit code of a forked process that cannot use the driver, because it has started before the fork."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that ranks can have here, as ``CUDA_VISIBLE_DEVICES`` names them: by number, UUID, or instance of a GPU."""
+    gpus = gpu_count()
+    return (_named() or [str(index) for index in range(gpus)])[:gpus]
+
+
+def see_only(gpu: str) -> None:
+    """Hide all GPUs but ``gpu`` from this rank, which parwrap's launcher has started, before anything starts CUDA here."""
+    global _given
+    _given = gpu
+    _show(gpu)
+
+
+def _show(gpus: str) -> None:
+    os.environ.update(dict.fromkeys(VISIBLE, gpus))
 
 
 def choose_device(world: World, backend: str | None) -> torch.device:
@@ -74,22 +140,23 @@ def choose_device(world: World, backend: str | None) -> torch.device:
     Raises:
         LaunchError: there are more ranks than GPUs, and the ranks cannot share them.
     """
-    gpus, names = gpu_count(), _named()
-    if gpus == 0:
+    if _given is not None and _named() == [_given]:
+        return torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
+    visible = visible_gpus()
+    if not visible:
         return torch.device("cpu")
-    visible = (names or [str(index) for index in range(gpus)])[:gpus]
     # torchrun's ranks see all GPUs of the node; other launchers may show each rank its own (srun --gpus-per-task), and it takes one of them
     alone = world.launcher == "torchrun" and (backend or os.environ.get(BACKEND)) != "gloo"
     mine = world.local_rank if alone else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        if _in_parts(names) and torch.cuda.device_count() == 0:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        _show(gpu)
+        if _in_parts(visible) and torch.cuda.device_count() == 0:
+            _show(",".join(visible))
             return torch.device("cpu")
         if len(visible) == 1 or driver_device_count() == 1:  # not torch's count: the driver reads the variable only once
             return torch.device("cuda", 0)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        _show(",".join(visible))
     if len(visible) > 1:
         torch.cuda.set_device(mine)
         warn(

@@ -1,10 +1,22 @@
-"""Private names of ``torch.cuda``: how many GPUs the driver gives this process, and whether a fork has made CUDA unusable in it."""
+"""Private names of ``torch.cuda``: how many GPUs there are, and whether a fork has made CUDA unusable in this process."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["driver_device_count", "is_in_bad_fork"]
+from parwrap.torch_private.versions import private
+
+__all__ = ["count_without_driver", "driver_device_count", "is_in_bad_fork"]
+
+
+def count_without_driver() -> int | None:
+    """How many GPUs NVML, or AMD SMI, gives this process, without starting CUDA's driver; ``None`` if it cannot say.
+
+    The public ``torch.cuda.device_count()`` starts the driver then, as in containers without NVML.
+    """
+    library = "amdsmi" if torch.version.hip else "nvml"
+    count = private(f"torch.cuda._device_count_{library}")()
+    return None if count < 0 else count
 
 
 def driver_device_count() -> int:

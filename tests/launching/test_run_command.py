@@ -155,6 +155,43 @@ def test_each_rank_may_believe_that_it_is_alone_on_its_node(parwrap_run, environ
     assert (0, ["0", "0", "trainer", "trainer"]) == (status, sorted(stdout.split()))
 
 
+ON_GPUS = """
+import sys, torch
+from parwrap.ranks import device
+from parwrap.run import main
+if __name__ == "__main__":  # in the launcher alone; ranks see no GPU
+    gpus, *argv = sys.argv[1:]
+    device.gpu_count = lambda: int(gpus)
+    torch.cuda.is_available = lambda: sys.exit("this starts the driver in the launcher")
+    sys.exit(main(argv))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "visible", "seen"),
+    [
+        ("", "5,GPU-7", ["5", "GPU-7"]),
+        ("--start-method spawn", "MIG-a,MIG-b", ["MIG-a", "MIG-b"]),
+        ("--start-method fork", None, ["0", "1"]),
+        ("--plain", "5,GPU-7", ["5,GPU-7", "5,GPU-7"]),  # its script chooses
+        ("--backend gloo --nproc-per-node 2", "4", ["4", "4"]),
+        ("--max-restarts 1 --nproc-per-node 1", "4,5", ["4,5"]),  # a single rank may use them all
+    ],
+)
+def test_each_rank_starts_with_its_own_gpu(started, environ, script, options, visible, seen):
+    environ.pop("CUDA_VISIBLE_DEVICES")
+    if visible:
+        environ["CUDA_VISIBLE_DEVICES"] = visible
+    gpus = str(len((visible or "0,1").split(",")))
+    source = (
+        "import os, sys, parwrap; visible = 'CUDA_VISIBLE_DEVICES'; sys.stdout.write(f'{parwrap.rank()} sees {os.environ.get(visible)}\\n')"
+    )
+    command = started(script(ON_GPUS, "on_gpus.py"), gpus, "--all-ranks", *options.split(), script(source))
+    stdout, stderr = command.communicate(timeout=WITHIN)
+
+    assert [f"{rank} sees {gpu}" for rank, gpu in enumerate(seen)] == sorted(re.findall(r"\d sees \S+", stdout)), stderr
+
+
 def test_one_rank_needs_no_other_process_and_begins_as_plain_python_does(started, script):
     path = script("""
 import os, sys, psutil

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from parwrap.errors import LaunchError
-from parwrap.ranks.device import choose_backend, choose_device, gpu_count, torch_backend, visible_gpu
+from parwrap.ranks import device as device_module
+from parwrap.ranks.device import choose_backend, choose_device, gpu_count, see_only, torch_backend, visible_gpu, visible_gpus
 from parwrap.ranks.world import World
 
 GPUS = 4
@@ -36,8 +37,10 @@ class Driver:
 
     def device_count(self):
         """torch asks NVML until CUDA has started, and NVML reads the variable each time; of instances it asks the driver."""
-        by_nvml = self.has_nvml and not self.initialized and not is_mig(self.visible())
-        return len(self.visible()) if by_nvml else self.count()
+        return self.count() if self.initialized or self.by_nvml() < 0 else self.by_nvml()
+
+    def by_nvml(self):
+        return len(self.visible()) if self.has_nvml and not is_mig(self.visible()) else -1
 
     def set_device(self, device):
         self.count()
@@ -56,6 +59,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: driver.initialized)
     monkeypatch.setattr(torch.cuda, "set_device", driver.set_device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", driver.by_nvml)
+    monkeypatch.setattr(device_module, "_given", None)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", driver.count, raising=False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     return driver
@@ -135,13 +140,70 @@ def test_instances_that_torch_cannot_use_leave_the_cpu(driver, monkeypatch, noth
 
 
 @pytest.mark.parametrize("local_rank", range(GPUS))
-def test_without_nvml_torch_counts_by_starting_cuda_and_each_rank_has_its_own_nevertheless(driver, local_rank):
+def test_without_nvml_another_process_counts_so_that_the_driver_starts_with_one_gpu(driver, local_rank, nothing_is_warned_of):
     driver.has_nvml = False
 
-    with pytest.warns(UserWarning, match="so 'cuda:0' in the script means the same GPU on every rank"):
-        device = choose_device(rank(local_rank), None)
+    device = choose_device(rank(local_rank), None)
 
-    assert (str(local_rank), local_rank) == (driver.used_by(device), driver.current)
+    assert (torch.device("cuda", 0), str(local_rank)) == (device, driver.used_by(device))
+
+
+def test_without_nvml_a_driver_that_has_started_counts_here(driver, monkeypatch):
+    driver.has_nvml = False
+    driver.count()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # which torch says in the child
+    driver.seen = ["0", "1"]
+
+    assert 2 == gpu_count()
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [(None, "3"), ("4,5,6,7", "7"), ("GPU-a,GPU-b", "GPU-b"), ("MIG-a,MIG-b,MIG-c", "MIG-a"), (" 2 , 5", "5")],
+)
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_the_launcher_gives_a_rank_its_gpu_before_the_driver_starts(driver, monkeypatch, visible, chosen, has_nvml, nothing_is_warned_of):
+    """Also where more ranks than GPUs share them, and whatever the rank has done with CUDA before its scope opens."""
+    driver.has_nvml = has_nvml
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("PARWRAP_BACKEND", "gloo")
+    gpus = visible_gpus()
+    assert driver.seen is None  # the launcher has not started it
+    see_only(gpus[3 % len(gpus)])
+    driver.set_device(0)
+
+    device = choose_device(rank(3), None)
+
+    assert (torch.device("cuda", 0), chosen) == (device, driver.used_by(device))
+    assert chosen == os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_a_script_that_has_hidden_its_gpu_trains_on_the_cpu(driver, monkeypatch):
+    see_only("1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    assert torch.device("cpu") == choose_device(rank(1), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, "5"),
+        ({"HIP_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "4,5"}, "7"),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, "1"),
+    ],
+)
+def test_rocm_has_other_variables_of_which_rocr_counts_first(driver, monkeypatch, given, chosen):
+    monkeypatch.setattr(device_module, "VISIBLE", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    choose_device(rank(1), None)
+
+    assert [chosen] * 2 == [os.environ.pop(name) for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
+    assert given.get("ROCR_VISIBLE_DEVICES") == os.environ.get("ROCR_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize("local_rank", range(2))
@@ -171,7 +233,7 @@ def test_so_they_do_where_their_launcher_says_gloo(driver, monkeypatch, nothing_
 
 def test_only_gpus_that_are_there_are_counted(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,8,9")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # torch's, which stops at the first that is not there
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)  # torch's, which stops at the first that is not there
 
     assert {"0", "1"} == {_gpu(choose_device(rank(local_rank, launcher="SLURM"), None)) for local_rank in range(4)}
 
@@ -183,7 +245,7 @@ def _gpu(device):
 
 
 def test_no_gpu_is_counted_by_the_driver_where_torch_sees_none(driver, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
 

@@ -151,6 +151,15 @@ def test_a_process_that_was_not_forked_is_in_no_bad_fork():
     assert not cuda.is_in_bad_fork()
 
 
+@pytest.mark.parametrize(("counted", "known"), [(3, 3), (0, 0), (-1, None)])
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_without_the_driver_a_library_counts_or_cannot(counted, known, hip, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "_device_count_amdsmi" if hip else "_device_count_nvml", lambda: counted)
+
+    assert known == cuda.count_without_driver()
+
+
 @pytest.mark.gpu
 def test_the_driver_counts_the_gpus_that_torch_counts():
     assert torch.cuda.device_count() == cuda.driver_device_count()
