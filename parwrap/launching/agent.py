@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,9 @@ from parwrap.errors import LaunchError, UsageError
 from parwrap.intercept.patch import Patch, installed
 from parwrap.launching.failures import Failure, read_failures, report, unexplained, unfinished
 from parwrap.launching.nodes import Nodes
+from parwrap.launching.numa import cores_near, has_several_nodes
 from parwrap.launching.output import RankOutput
-from parwrap.launching.plan import ONE_NODE, LaunchPlan
+from parwrap.launching.plan import NO_BINDING, ONE_NODE, LaunchPlan
 from parwrap.launching.routes import await_rendezvous, check_interfaces, endpoint
 from parwrap.launching.script import run_rank
 from parwrap.launching.signals import forward_messages, forward_once, noting_messages
@@ -102,8 +103,9 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
     Returns the exit code as far as it is known without their ``failures``, and whether the failures have been explained.
     """
     variables = {**plan.variables}
-    torchs = plan.script.scope is None or getattr(plan.torchrun, "virtual_local_rank", False)  # torch hides GPUs, or the script chooses
+    torchs = _torch_chooses(plan)
     gpus = [] if torchs else visible_gpus()
+    cores = [] if torchs else _cores_of_ranks(plan.torchrun.numa_binding, gpus)
     one_node = partial(_OneNodeWithPort if plan.script.scope is None else _OneNode, variables, folder.name)
     rendezvous_handler_registry.register(ONE_NODE, lambda parameters: one_node(parameters.run_id))
     ranks = elastic_launch(_config(plan, folder), run_rank)
@@ -120,7 +122,7 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
         poll, close = _ends_by_exit_code(failures, nodes, messages), forward_once(failures, processes)
         stack.enter_context(installed([Patch(MultiprocessContext, POLL, poll), Patch(MultiprocessContext, CLOSE, close), *patches]))
         try:
-            ranks(plan.script, variables, plan.threads, str(failures), pipes, gpus)
+            ranks(plan.script, variables, plan.threads, str(failures), pipes, gpus, cores)
         except ChildFailedError:
             return 1, nodes.lost
         except SignalException as signalled:
@@ -210,14 +212,41 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     )  # such as SIGHUP under nohup
     if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
         changes["rdzv_id"] = str(uuid.uuid4())
-    changes["numa_binding"] = plan.torchrun.numa_binding or "node"  # without one torch starts CUDA's driver, to look for a default
+    changes["numa_binding"] = _torchs_binding(plan) or "node"  # without one torch starts CUDA's driver, to look for a default
     try:
         config = config_from_args(argparse.Namespace(**{**vars(plan.torchrun), **changes}))[0]
     except (ValueError, AssertionError, OSError) as error:
         raise UsageError(str(error)) from error
-    if plan.torchrun.numa_binding is None:
+    if _torchs_binding(plan) is None:
         config.numa_options = None
     return config
+
+
+def _torch_chooses(plan: LaunchPlan) -> bool:
+    """Whether parwrap leaves GPUs and cores to the script, or to torch, which then gives each rank a GPU."""
+    return plan.script.scope is None or getattr(plan.torchrun, "virtual_local_rank", False)
+
+
+def _torchs_binding(plan: LaunchPlan) -> str | None:
+    """The binding to cores that torch does, if any: parwrap's own needs no CUDA."""
+    return plan.torchrun.numa_binding if _torch_chooses(plan) and plan.torchrun.numa_binding != NO_BINDING else None
+
+
+def _cores_of_ranks(asked: str | None, gpus: Sequence[str]) -> list[set[int]]:
+    """The cores near each of ``gpus``, to bind the ranks to: as ``asked``, or where the machine has several NUMA nodes. Empty for none."""
+    if asked == NO_BINDING or not (asked or (gpus and has_several_nodes())):
+        return []
+    try:
+        if not gpus:
+            raise LookupError("torch can use no GPU here")
+        return cores_near(gpus, asked or "node")
+    except (OSError, LookupError, ValueError) as error:
+        print(
+            f"parwrap.run: ranks are not bound to the cores near their GPUs: {error}. They run all the same, on any core; "
+            f"--numa-binding {NO_BINDING} hides this message.",
+            file=sys.stderr,
+        )
+        return []
 
 
 def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:

@@ -36,6 +36,8 @@ ONE_NODE = "parwrap"
 """The rendezvous backend of a single node, which does not wait for other nodes; see ``agent.py``."""
 DOCTOR = "parwrap.doctor"
 """The module of parwrap that opens the process group itself to diagnose it, so it runs without a scope."""
+NO_BINDING = "none"
+"""The value of ``--numa-binding`` that lets ranks run on any core."""
 OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
 """Names that other launchers use for ``--nproc-per-node``."""
 FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
@@ -307,6 +309,12 @@ def command_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("--help-all", "--help_all", action=_HelpAll, nargs=0, help="show all options and exit")
+    binding: Any = parser._option_string_actions["--numa-binding"]
+    binding.choices = [*binding.choices, NO_BINDING]
+    binding.help = (
+        "The cores of each rank: those of the NUMA node near its GPU, as on machines with several NUMA nodes if this is not given; of its "
+        f"socket; an exclusive part of the node; or a part with a common cache. {NO_BINDING}: any core."
+    )
     parser.add_argument(
         "--use-env",
         "--use_env",

@@ -32,6 +32,7 @@ import torch
 
 from parwrap.launching.failures import Recorder, exit_status, unfinished
 from parwrap.launching.fork_server import BLOCKED
+from parwrap.launching.numa import bind
 from parwrap.launching.output import ALL_RANKS, LOG, Pipes
 from parwrap.launching.plan import Script
 from parwrap.launching.signals import Terminated, note_signals, raise_on_sigterm, terminate
@@ -63,6 +64,7 @@ def run_rank(
     failures: str,
     pipes: Pipes | None = None,
     gpus: Sequence[str] = (),
+    cores: Sequence[set[int]] = (),
 ) -> NoReturn:
     """Run ``script`` in this process, which was started to be one rank.
 
@@ -73,13 +75,14 @@ def run_rank(
         failures: the directory for failure reports.
         pipes: the pipes that replace stdout and stderr.
         gpus: the GPUs of this node, which its ranks divide among them; empty if the script chooses, or there are none.
+        cores: the cores near each of ``gpus``; empty to bind no rank.
     """
     die_with_parent()
     if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # until then, a signal ends the rank
         os._exit(1)
     os.environ.update(variables)
     if gpus and os.environ["WORLD_SIZE"] != "1":  # a single rank may use them all
-        see_only(gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)])
+        threads = _take_place(gpus, cores, threads)
     if INIT_METHOD in variables:  # torch's agent sets the address of a port that does not exist
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
@@ -111,6 +114,17 @@ def run_rank(
         _end_like_an_interpreter()
         sys.exit(status or None)  # torch's agent makes a process wait after status 0
     _leave_hard(status, is_replica, by_sigterm=isinstance(error, Terminated))
+
+
+def _take_place(gpus: Sequence[str], cores: Sequence[set[int]], threads: int | None) -> int | None:
+    """Hide the other GPUs, and bind this rank to the cores near its own. Returns how many of ``threads`` these leave it."""
+    mine, ranks = int(os.environ["LOCAL_RANK"]) % len(gpus), int(os.environ["LOCAL_WORLD_SIZE"])
+    see_only(gpus[mine])
+    if not cores:
+        return threads
+    bind(cores[mine])
+    there = sum(cores[rank % len(gpus)] == cores[mine] for rank in range(ranks))
+    return threads and min(threads, max(1, len(cores[mine]) // there))
 
 
 def script_traceback(error: BaseException) -> TracebackType | None:
