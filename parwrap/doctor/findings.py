@@ -196,13 +196,16 @@ def interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
-    """Yield a finding if gloo would listen where ranks on other machines cannot reach it; with one machine, it is only a hint.
+    """Yield a finding if there are other machines, and gloo would listen where ranks there cannot reach it.
 
     Args:
         facts: the facts of a rank.
         several: whether the ranks are on several machines.
     """
     network = facts.network
+    by_route = network.gloo is None and any(network.interfaces.values())  # as on Linux, where parwrap finds the interface of an address
+    if by_route or not several:
+        return
     if network.gloo is None and network.address is None:
         leads = (
             f"resolves to {', '.join(network.addresses)}, which is not an address of this machine"
@@ -210,14 +213,12 @@ def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
             else "does not resolve to an address"
         )
         problem = f"this machine's host name, {facts.host}, {leads}, so gloo listens where no other machine can reach it"
-    elif network.interface in ("lo", "lo0") and (several or not network.gloo):
+    elif network.interface in ("lo", "lo0"):
         why = "GLOO_SOCKET_IFNAME says so" if network.gloo else f"its host name, {facts.host}, resolves to {network.address}"
         problem = f"gloo listens on the loopback interface of this machine ({why}), where ranks on other machines cannot reach it"
     else:
         return
-    remedy = f"{_export('GLOO', facts)} on every machine, or map {facts.host} to an address of this machine in /etc/hosts"
-    alone = "none needed on one machine, nor with `python -m parwrap.run --nnodes`, which takes the interface from the route; otherwise, "
-    yield Finding(problem, remedy if several else alone + remedy, serious=several)
+    yield Finding(problem, f"{_export('GLOO', facts)} on every machine, or map {facts.host} to an address of this machine in /etc/hosts")
 
 
 def secret(all_facts: Sequence[Facts]) -> Iterator[Finding]:

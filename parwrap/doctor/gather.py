@@ -27,8 +27,8 @@ import torch
 from parwrap import __version__
 from parwrap.doctor.facts import Cores, Facts, Gpu, Gpus, Launch, Limits, Memory, Network, Versions
 from parwrap.errors import LaunchError
-from parwrap.launching.routes import interface_of, interfaces
 from parwrap.ranks.device import choose_backend, cores, visible_gpu
+from parwrap.ranks.network import interface_of, interfaces
 from parwrap.ranks.platform import FORKS
 from parwrap.ranks.store import SECRET
 from parwrap.ranks.world import World, detect, launch_variables

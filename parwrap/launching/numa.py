@@ -1,6 +1,7 @@
 """Which cores are near the GPU of each rank, by what Linux says of the machine.
 
-Nothing here starts CUDA. Torch's ``--numa-binding`` asks CUDA for the GPUs' places, in ranks that have not hidden the other GPUs yet. The modes are torch's.
+Nothing here starts CUDA. Torch's ``--numa-binding`` asks CUDA for the GPUs' places, in ranks that have not hidden the other GPUs yet. The
+modes are torch's.
 """
 
 from __future__ import annotations

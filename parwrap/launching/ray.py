@@ -32,8 +32,7 @@ from parwrap.launching.failures import Failure, causes_first, node_name, read_fa
 from parwrap.launching.job_launchers import count
 from parwrap.launching.jobs import Job, print_line
 from parwrap.launching.plan import Script, columns, command_parser, describe_script
-from parwrap.launching.routes import interface_of
-from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.network import interface_of, variables_for
 from parwrap.ranks.platform import START_METHOD
 from parwrap.ranks.store import SECRET, secret_of
 
@@ -284,7 +283,7 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     node = ""
     if context.get_local_world_size() < size:
         interface = interface_of(ray.util.get_node_ip_address())  # otherwise gloo uses the address that the host's name resolves to
-        environ = {**(dict.fromkeys(LOOPBACK, interface) if interface else {}), **environ}
+        environ |= variables_for(interface, environ)
         node = node_name(context.get_node_rank(), socket.gethostname())
     reported = []
     if directory and not os.path.isdir(directory):

@@ -2,45 +2,36 @@
 
 Torch's agents find each other if every machine's name resolves to the address that others see. Otherwise gloo connects to 127.0.0.1, or no
 node recognizes the rendezvous address as its own. This file derives the right addresses from the route. ``nodes.py`` handles messages
-between nodes.
+between nodes, and ``ranks/network.py`` looks up routes and interfaces.
 """
 
 from __future__ import annotations
 
 import argparse
-import array
 import errno
-import ipaddress
 import math
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.plan import LaunchPlan
-from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.network import interfaces, is_loopback, variables_for, way_to
 from parwrap.ranks.platform import WINDOWS
 
 __all__ = [
-    "Way",
     "await_rendezvous",
     "check_interfaces",
     "endpoint",
-    "interface_of",
     "interface_variables",
-    "interfaces",
-    "is_loopback",
     "listener",
     "rendezvous_timeout",
     "unreachable",
-    "way_to",
     "with_way",
 ]
 
@@ -52,41 +43,6 @@ DEFAULT_TIMEOUT = 900.0
 
 REPORT_AFTER = 10.0
 """Seconds after which a node that waits for the first one says so."""
-
-SIOCGIFCONF = 0x8912
-IFREQ = struct.Struct("16s 4x 4s 16x")
-"""An entry of Linux's answer to SIOCGIFCONF: a name, and an address in a ``sockaddr_in``."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """The route from this machine to an address.
-
-    Attributes:
-        here: this machine's address on that route.
-        interface: the name of the network interface that has ``here``; ``None`` if it is unknown.
-        own: whether the address is one of this machine itself.
-    """
-
-    here: str
-    interface: str | None
-    own: bool
-
-
-def way_to(host: str, port: int) -> Way:
-    """The route to ``host`` in the machine's routing table. Nothing is sent to ``host``.
-
-    Raises:
-        OSError: the name is unknown, or there is no route.
-
-    >>> way_to("127.0.0.1", 29500).own
-    True
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        here = probe.getsockname()[0]
-    return Way(here, interface_of(here), own=is_loopback(here) or here == address[0])
 
 
 def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
@@ -109,7 +65,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
 def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     """The ``plan`` with the settings that follow from the route to the rendezvous, if there is one. Those that the user has set stay.
 
-    They are the interface for gloo and NCCL, this node's address for the others, and whether this node hosts the rendezvous.
+    They are the interface for gloo, this node's address for the others, and whether this node hosts the rendezvous.
     """
     if plan.torchrun.rdzv_backend not in PORTS or plan.in_this_process:
         return plan
@@ -125,12 +81,12 @@ def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     if torchrun.rdzv_backend == "c10d" and "is_host" not in _conf(torchrun) and not is_loopback(way.here):  # torch detects loopbacks
         hosts = way.own and _is_free(host, port)  # else another node of this job on the same machine hosts it
         _add_conf(torchrun, {"is_host": int(hosts)})
-    variables = {} if by_name else _variables_of(way, environ)
+    variables = {} if by_name else variables_for(way.interface, environ)
     return replace(plan, variables={**plan.variables, **variables}, torchrun=torchrun)
 
 
 def interface_variables(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make gloo and NCCL use the interface that leads to other machines, without those that are set in ``environ``.
+    """The variables that make gloo use the interface that leads to other machines, without those that are set in ``environ``.
 
     Args:
         others: the addresses of all nodes, as ``local_addr`` of each; the first one on another machine decides.
@@ -140,7 +96,7 @@ def interface_variables(others: Iterable[str], environ: Mapping[str, str]) -> di
         with suppress(OSError):
             way = way_to(other, 0)
             if not way.own:
-                return _variables_of(way, environ)
+                return variables_for(way.interface, environ)
     return {}
 
 
@@ -151,10 +107,6 @@ def listener(host: str) -> socket.socket:
         if is_loopback(str(address[0])) <= (is_loopback(host) or host == "localhost"):  # other machines resolve the name differently
             return socket.create_server(address[:2], family=family)
     return socket.create_server(("", 0))
-
-
-def _variables_of(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: way.interface for name in LOOPBACK if way.interface and name not in environ}
 
 
 def check_interfaces(environ: Mapping[str, str]) -> None:
@@ -251,51 +203,3 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface, IPv4 first; none on systems other than Linux."""
-    found: dict[str, list[str]] = {}
-    with suppress(OSError):  # the system does not report them
-        found = {name: [] for _, name in socket.if_nameindex()}
-    if sys.platform == "linux":
-        for name, address in [*_with_ipv4(), *_with_ipv6()]:
-            found.setdefault(name, []).append(address)
-    return found
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; ``None`` where it is unknown, as on macOS."""
-    if is_loopback(address):  # covers all of 127.0.0.0/8
-        return LOOPBACK.get("GLOO_SOCKET_IFNAME")
-    return next((name for name, addresses in interfaces().items() if str(ipaddress.ip_address(address)) in addresses), None)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``address`` is a loopback address. A host name is not.
-
-    >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("localhost")
-    (True, True, False)
-    """
-    return address.startswith("127.") or address == "::1"
-
-
-def _with_ipv4() -> list[tuple[str, str]]:
-    import fcntl
-
-    entries = array.array("B", bytes(1024 * IFREQ.size))
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe, SIOCGIFCONF, struct.pack("iP", len(entries), entries.buffer_info()[0]))
-    except OSError:  # no IPv4, or the system does not report them
-        return []
-    filled = entries.tobytes()[: struct.unpack_from("i", answer)[0]]
-    rows = IFREQ.iter_unpack(filled)
-    return [(name.partition(b"\0")[0].partition(b":")[0].decode(), socket.inet_ntoa(address)) for name, address in rows]
-
-
-def _with_ipv6() -> list[tuple[str, str]]:
-    with suppress(OSError):  # the interface is down
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return [(name, str(ipaddress.IPv6Address(int(number, 16)))) for number, *_, name in lines]
-    return []

@@ -23,8 +23,9 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from parwrap.errors import LaunchError
 from parwrap.launching.failures import node_name
 from parwrap.launching.plan import LaunchPlan
-from parwrap.launching.routes import PORTS, endpoint, rendezvous_timeout, way_to
+from parwrap.launching.routes import PORTS, endpoint, rendezvous_timeout
 from parwrap.ranks.background import in_background
+from parwrap.ranks.network import way_to
 from parwrap.ranks.store import SignedStore
 from parwrap.torch_private.elastic import arrived_nodes, this_node
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from parwrap.errors import UsageError, in_one_line
 from parwrap.ranks.background import in_background
 from parwrap.ranks.device import choose_backend, choose_device, torch_backend, uses_nccl
-from parwrap.ranks.rendezvous import met, on_loopback
+from parwrap.ranks.rendezvous import met
 from parwrap.ranks.world import World, detect
 from parwrap.torch_private.distributed import abort_process_groups, quiet_gloo, set_default_group
 
@@ -138,7 +138,6 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
         try:
             with _reporting_long_wait(world):
                 world, store, folder = meeting.enter_context(met(world, waiting))
-                meeting.enter_context(on_loopback(world))
                 # without a timeout, the process group keeps torch's default, which is 30 minutes for all backends except NCCL
                 torchs = dist.PrefixStore("torch", store)
                 with quiet_gloo():

@@ -2,7 +2,8 @@
 
 Ranks of one node meet through a file in that folder, unless a launcher or the user has chosen another rendezvous. The file needs no port.
 Ranks that are all on one node listen on the loopback interface only, if that has a fixed name and the user has set no other. Ranks of
-several nodes meet as torch does. A folder is locked while a process uses it, so the next start can find those that killed processes left.
+several nodes meet as torch does, and gloo listens on the interface that leads to the others. A folder is locked while a process uses it,
+so the next start can find those that killed processes left.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ import torch.distributed as dist
 from parwrap.errors import LaunchError
 from parwrap.ranks.environment import environment
 from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.network import Way, is_loopback, variables_for, way_to
 from parwrap.ranks.platform import OPEN_OWN, is_private, lock, unlock, user
 from parwrap.ranks.store import SignedStore
 from parwrap.ranks.world import ONE_NODE, World
 
-__all__ = ["Meeting", "job_folder", "met", "on_loopback", "private_folder"]
+__all__ = ["Meeting", "job_folder", "met", "private_folder"]
 
 LOCK = "lock"
 """The file in a folder that is locked while the folder is used."""
@@ -62,6 +64,8 @@ class Meeting(NamedTuple):
 def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
     """Inside the block, share a store with the other ranks of ``world``. A rank waits for others for at most ``timeout``.
 
+    Where they listen is set inside the block, unless the user has set it.
+
     Raises:
         LaunchError: the folder that the ranks of this node share is not private, or a name or a value in the store is not valid.
     """
@@ -75,7 +79,8 @@ def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
             store = dist.FileStore(str(folder / "store"), world.size)
             store.set_timeout(timeout)
             first = world.rank - world.local_rank
-            yield Meeting(replace(world, node_ranks=tuple(range(first, first + world.local_size))), store, folder)
+            with _on_loopback():
+                yield Meeting(replace(world, node_ranks=tuple(range(first, first + world.local_size))), store, folder)
         return
     rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=timeout)
     torchs, _, _ = next(rendezvous)
@@ -84,15 +89,37 @@ def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
         signed = SignedStore(torchs, f"meeting {opening}")
         world = _placed(world, signed)
         number = signed.set_first(f"folder of node {world.node_rank}", secrets.randbits(128))
-        with _used(f"{number:032x}") as shared:  # a number, never a path
+        listening = _on_loopback() if world.on_one_node else _on_route(world, signed)
+        with listening, _used(f"{number:032x}") as shared:  # a number, never a path
             yield Meeting(world, dist.PrefixStore(f"parwrap/{opening}", torchs), _made(shared, str(opening)))
     finally:
         rendezvous.close()
 
 
-def on_loopback(world: World) -> AbstractContextManager[None]:
-    """Inside the block, ranks that are all on one node listen only on its loopback interface, unless the user has set another."""
-    return environment({name: value for name, value in LOOPBACK.items() if world.on_one_node and name not in os.environ})
+def _on_loopback() -> AbstractContextManager[None]:
+    """Inside the block, this rank listens only on the loopback interface of its node, which has all ranks."""
+    return environment({name: value for name, value in LOOPBACK.items() if name not in os.environ})
+
+
+def _on_route(world: World, store: SignedStore) -> AbstractContextManager[None]:
+    """Inside the block, gloo listens on the interface that leads to other nodes: by the route to rank 0, and there to another node.
+
+    A machine's own name often resolves to its loopback, so ranks exchange their addresses on that route.
+    """
+    where = urlparse(world.rendezvous)
+    host = os.environ.get("MASTER_ADDR", "").strip("[]") if where.scheme == "env" else where.hostname
+    way = _way_to(host)
+    store.set(f"address of {world.rank}", "" if way is None or is_loopback(way.here) else way.here)
+    if way is not None and is_loopback(way.here):
+        found = (store.get(f"address of {rank}", str) for rank in range(world.size))
+        way = next((other for address in found if address and (other := _way_to(address)) and not other.own), None)
+    return environment(variables_for(way.interface if way else None, os.environ))
+
+
+def _way_to(host: str | None) -> Way | None:
+    with suppress(OSError, UnicodeError):  # a name that is unknown here, or no route
+        return way_to(host, 0) if host else None
+    return None
 
 
 def _placed(world: World, store: SignedStore) -> World:

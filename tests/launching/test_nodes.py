@@ -128,6 +128,35 @@ def test_two_nodes_meet_on_the_interface_between_them(tmp_path, hosts):
     assert ["trained\n", "", ""] == [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in range(3)]
 
 
+BY_ANOTHER_LAUNCHER = """
+import os, parwrap
+
+@parwrap.distributed(timeout=60)
+def train():
+    print(parwrap.rank(), parwrap.reduce_sum(1.0), *(os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "TP", "NCCL")))
+
+train()
+print(os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_of_other_launchers_find_the_interface_too(tmp_path, hosts, launcher):
+    """Each host's own name leads to its loopback, so plain gloo would listen where the other cannot reach it."""
+    (tmp_path / "train.py").write_text(BY_ANOTHER_LAUNCHER)
+    given = {
+        "torchrun": "RANK={0} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK={0} TORCHELASTIC_RUN_ID=1 "
+        f"MASTER_ADDR={hosts[0].name} MASTER_PORT=29481",
+        "srun": "SLURM_PROCID={0} SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_NODEID={0} SLURM_NNODES=2 SLURM_STEP_ID=0 SLURM_JOB_ID=7 "
+        f"SLURM_STEP_NODELIST={hosts[0].name},{hosts[1].name}",
+    }[launcher]
+    commands = [("env", *given.format(rank).split(), sys.executable, "train.py") for rank in range(2)]
+    first, second = ended(*(host.start(tmp_path, *command) for host, command in zip(hosts, commands, strict=True)))
+
+    assert (0, "0 2.0 wire wire None\nNone\n") == first[:2], first
+    assert (0, "None\n") == second[:2], second  # inside, only rank 0 speaks
+
+
 @pytest.mark.slow
 def test_nodes_with_different_secrets_refuse_each_other(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()

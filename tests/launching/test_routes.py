@@ -16,13 +16,11 @@ from parwrap.launching.routes import (
     await_rendezvous,
     check_interfaces,
     endpoint,
-    interface_of,
     interface_variables,
     unreachable,
-    way_to,
     with_way,
 )
-from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.network import OF_GLOO, interface_of, way_to
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +97,7 @@ def test_what_follows_from_the_way_is_added_to_the_plan():
     host = with_way(plan("--nnodes", "2", "--rdzv-endpoint", f"{here}:{port}", "--rdzv-conf", "join_timeout=9"), {})
 
     assert (host.torchrun.local_addr, host.torchrun.rdzv_conf) == (here, "join_timeout=9,is_host=1")
-    assert [interface] * 3 == [host.variables[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL", "TP")]
+    assert [interface, None, interface] == [host.variables.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL", "TP")]
     assert "is_host=0" == guest.torchrun.rdzv_conf  # another node on this machine is the host
 
 
@@ -111,7 +109,7 @@ def test_what_the_user_has_said_stays():
 
     assert ("me", "is_host=0") == (said.torchrun.local_addr, said.torchrun.rdzv_conf)
     assert "GLOO_SOCKET_IFNAME" not in said.variables
-    assert "NCCL_SOCKET_IFNAME" in said.variables
+    assert "TP_SOCKET_IFNAME" in said.variables
 
 
 def test_the_own_name_of_a_machine_may_lead_to_its_loopback(monkeypatch):
@@ -131,8 +129,8 @@ def test_then_the_addresses_of_the_others_tell():
     except OSError:
         pytest.skip("this machine has no way to anywhere")
 
-    assert dict.fromkeys(LOOPBACK, name) == interface_variables(["gpu1.invalid", "127.0.0.1", "192.0.2.1"], {})
-    assert {"NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"} == interface_variables(["192.0.2.1"], {"GLOO_SOCKET_IFNAME": "eth7"}).keys()
+    assert dict.fromkeys(OF_GLOO, name) == interface_variables(["gpu1.invalid", "127.0.0.1", "192.0.2.1"], {})
+    assert {"TP_SOCKET_IFNAME"} == interface_variables(["192.0.2.1"], {"GLOO_SOCKET_IFNAME": "eth7"}).keys()
     assert {} == interface_variables(["localhost"], {})
 
 
