@@ -69,8 +69,8 @@ def _seconds(tensor: torch.Tensor, repeats: int) -> float:
 
 
 def _finish(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def clocks(store: SignedStore, rank: int, size: int, clock: Callable[[], float] = time.time) -> list[Clock]:

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
@@ -50,7 +49,7 @@ from parwrap.launching.routes import await_rendezvous, check_interfaces, endpoin
 from parwrap.launching.script import run_rank
 from parwrap.launching.signals import forward_messages, forward_once, noting_messages
 from parwrap.launching.waiting import reporting_wait
-from parwrap.ranks.device import visible_gpus
+from parwrap.ranks.device import cuda_has_started, visible_gpus
 from parwrap.ranks.rendezvous import job_folder, private_folder
 from parwrap.ranks.world import INIT_METHOD
 from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, given_signals, process_context
@@ -73,7 +72,7 @@ def launch(plan: LaunchPlan) -> int:
         LaunchError: the rendezvous failed, the log directory cannot be written to, or ranks would be forked from a process that has
             initialized CUDA.
     """
-    if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
+    if plan.torchrun.start_method == "fork" and cuda_has_started():
         raise LaunchError("--start-method fork does not work in a process that has initialized CUDA: remove it, or use spawn.")
     if "LOGLEVEL" not in os.environ:
         _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")

@@ -32,6 +32,7 @@ from parwrap.launching.failures import Failure, causes_first, node_name, read_fa
 from parwrap.launching.job_launchers import count
 from parwrap.launching.jobs import Job, print_line
 from parwrap.launching.plan import Script, columns, command_parser, describe_script
+from parwrap.ranks.device import gpu_count
 from parwrap.ranks.network import interface_of, variables_for
 from parwrap.ranks.platform import START_METHOD
 from parwrap.ranks.store import SECRET, secret_of
@@ -153,8 +154,6 @@ def describe(job: Job, directory: str) -> str:
 
 
 def _check(job: Job) -> None:
-    import torch
-
     if job.ranks_per_node not in (None, "1"):
         raise UsageError(
             "--launcher ray runs one rank in each worker: remove --nproc-per-node, and set the number of workers with --num-workers N."
@@ -168,7 +167,7 @@ def _check(job: Job) -> None:
             f"{cluster} is the address of Ray's dashboard, which runs no script in this way: pass the cluster's own, as in --address "
             "HOST:6379 or ray://HOST:10001, or run this command with `ray job submit`. By default the address is RAY_ADDRESS."
         )
-    if job.gpus_per_node and not cluster and (gpus := torch.cuda.device_count()) < job.nodes:
+    if job.gpus_per_node and not cluster and (gpus := gpu_count()) < job.nodes:
         raise LaunchError(
             f"--use-gpu needs {job.nodes} GPUs, but torch can use {gpus} on this machine: start fewer workers, or name a Ray cluster that "
             "has them: --address HOST:PORT."

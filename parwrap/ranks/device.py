@@ -2,7 +2,7 @@
 
 A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged. So each rank's GPU is
 chosen with ``CUDA_VISIBLE_DEVICES``, before CUDA starts: by parwrap's launcher, or by ranks that another launcher has started. If CUDA has
-started already, torch's current device is set instead.
+started already, torch's current device is set instead. So it is for other accelerators, which torch names with their backends.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "choose_backend",
     "choose_device",
     "cores",
+    "cuda_has_started",
     "gpu_count",
     "of_sharing",
     "see_only",
@@ -79,17 +80,54 @@ def _in_parts(names: list[str]) -> bool:
 
 
 def gpu_count() -> int:
-    """How many GPUs, or instances of GPUs, ranks can have here.
+    """How many GPUs, instances of GPUs, or other accelerators ranks can have here.
 
     This does not start the driver here, as ``torch.cuda.is_available()`` does: the driver reads ``CUDA_VISIBLE_DEVICES`` only once.
     """
-    names = _named()
-    if not torch.backends.cuda.is_built() or torch.cuda.is_initialized():
+    if not torch.backends.cuda.is_built():
+        kind = _other_accelerator()
+        return torch.get_device_module(kind).device_count() if kind else 0
+    if cuda_has_started():
         return torch.cuda.device_count()
+    names = _named()
     if _in_parts(names):
         return len(names)
     count = count_without_driver()
     return _count_by_driver() if count is None else count
+
+
+def cuda_has_started() -> bool:
+    """Whether torch has initialized CUDA in this process. The driver alone may have started before."""
+    return torch.cuda.is_initialized()
+
+
+def _other_accelerator() -> str | None:
+    """The type of the accelerators that torch can use here, such as xpu, hpu or npu, if it is not built for CUDA.
+
+    Not mps: a machine has one, and gloo, the only backend there, cannot send what is on it. So several ranks train on the CPU.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type in ("cuda", "mps") or not torch.get_device_module(kind).is_available():
+        return None
+    return kind.type
+
+
+def _other_device(kind: str, world: World) -> torch.device:
+    """The accelerator of this rank, as torch's current device.
+
+    Raises:
+        LaunchError: the node has fewer than ranks.
+    """
+    count = gpu_count()
+    # where a launcher shows each rank one device, that is its own
+    mine = 0 if count == 1 and world.launcher != "torchrun" else world.local_rank
+    if mine >= count:
+        raise LaunchError(
+            f"local rank {world.local_rank} has no {kind} device: this node has {count}, and ranks cannot share them. Start at most "
+            f"{counted(count, 'rank')} per node."
+        )
+    torch.get_device_module(kind).set_device(mine)
+    return torch.device(kind, mine)
 
 
 def _count_by_driver() -> int:
@@ -116,7 +154,7 @@ STARTED = 255
 
 def visible_gpus() -> list[str]:
     """The GPUs that ranks can have here, as ``CUDA_VISIBLE_DEVICES`` names them: by number, UUID, or instance of a GPU."""
-    gpus = gpu_count()
+    gpus = 0 if _other_accelerator() else gpu_count()
     return (_named() or [str(index) for index in range(gpus)])[:gpus]
 
 
@@ -144,12 +182,13 @@ def choose_device(world: World, backend: str | None) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     visible = visible_gpus()
     if not visible:
-        return torch.device("cpu")
+        other = _other_accelerator()
+        return _other_device(other, world) if other else torch.device("cpu")
     # torchrun's ranks see all GPUs of the node; other launchers may show each rank its own (srun --gpus-per-task), and it takes one of them
     alone = world.launcher == "torchrun" and (backend or os.environ.get(BACKEND)) != "gloo"
     mine = world.local_rank if alone else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
-    if not torch.cuda.is_initialized():
+    if not cuda_has_started():
         _show(gpu)
         if _in_parts(visible) and torch.cuda.device_count() == 0:
             _show(",".join(visible))
@@ -168,21 +207,22 @@ def choose_device(world: World, backend: str | None) -> torch.device:
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:
-    """``backend`` if given, or as the launcher says, otherwise nccl for a GPU and gloo for the CPU.
+    """``backend`` if given, or as the launcher says, otherwise torch's for the device: nccl for a GPU, gloo for the CPU, xccl for an XPU.
 
     >>> choose_backend(None, torch.device("cpu"))
     'gloo'
     """
-    return backend or os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
+    return backend or os.environ.get(BACKEND) or dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
 def torch_backend(backend: str) -> str:
     """Torch's name for ``backend``. nccl does not support CPU tensors, such as a model that was left on the CPU, so gloo handles these.
 
-    >>> torch_backend("nccl")
-    'cpu:gloo,cuda:nccl'
+    >>> torch_backend("nccl"), torch_backend("xccl"), torch_backend("gloo")
+    ('cpu:gloo,cuda:nccl', 'cpu:gloo,xpu:xccl', 'gloo')
     """
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    kinds = [kind for kind, name in dist.Backend.default_device_backend_map.items() if name == backend != "gloo"]
+    return ",".join(["cpu:gloo", *(f"{kind}:{backend}" for kind in kinds)]) if kinds else backend
 
 
 def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
