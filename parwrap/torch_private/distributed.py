@@ -53,6 +53,7 @@ def abort_nccl() -> None:
     for group in list(dist.distributed_c10d._world.pg_map) if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # it has no backend for GPUs
             backend = group._get_backend(torch.device("cuda"))
+            backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper compares calls
             if isinstance(backend, dist.ProcessGroupNCCL):
                 backend.abort()
 

@@ -36,6 +36,24 @@ def test_gloo_goes_on_when_nccl_is_aborted():
     assert 1 == numbers
 
 
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
+def test_nccl_is_aborted_inside_of_torchs_wrapper_for_debugging(level, monkeypatch):
+    """Here gloo stands for NCCL, which no build for CPUs has."""
+    aborted = []
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", dist.ProcessGroupGloo, raising=False)
+    monkeypatch.setattr(dist.ProcessGroupGloo, "abort", lambda self: aborted.append(self), raising=False)
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        dist.new_group([0])
+        distributed.abort_nccl()
+    finally:
+        dist.set_debug_level(before)
+
+    assert 2 == len(aborted)
+
+
 def test_another_group_can_be_the_default():
     before, other = dist.group.WORLD, dist.new_group([0])
     distributed.set_default_group(other)
