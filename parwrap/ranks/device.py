@@ -84,10 +84,9 @@ def gpu_count() -> int:
 
     This does not start the driver here, as ``torch.cuda.is_available()`` does: the driver reads ``CUDA_VISIBLE_DEVICES`` only once.
     """
-    if not torch.backends.cuda.is_built():
-        kind = _other_accelerator()
-        return torch.get_device_module(kind).device_count() if kind else 0
-    if cuda_has_started():
+    if kind := _other_accelerator():
+        return torch.get_device_module(kind).device_count()
+    if cuda_has_started() or not torch.backends.cuda.is_built():
         return torch.cuda.device_count()
     names = _named()
     if _in_parts(names):
