@@ -129,15 +129,15 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
 def call_site(frame: FrameType | None) -> tuple[tuple[int, ...], FrameType | None]:
     """A key for the running call, and the frame that makes it: the innermost one that is not torch's or parwrap's.
 
-    The key has the instruction that calls and those of the calls around it: to find the number of a line takes ten times as long. It also
-    has the ids of their code objects. Keep these, :func:`codes_of`, as long as the key, or other objects may get their ids.
+    The key has the line that calls and those of the calls around it, with the ids of their code objects. Keep these, :func:`codes_of`, as
+    long as the key, or other objects may get their ids.
     """
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     innermost, depth = frame, 0
     key: list[int] = []
     while frame is not None and depth < DEPTH:
-        key += (id(frame.f_code), frame.f_lasti)
+        key += (id(frame.f_code), frame.f_lineno)
         frame, depth = frame.f_back, depth + 1
     return tuple(key), innermost
 

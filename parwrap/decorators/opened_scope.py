@@ -42,7 +42,7 @@ from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
-from parwrap.loop.random_streams import RandomStreams, get_states, seed_all, set_states
+from parwrap.loop.random_streams import RandomStreams, get_states, next_scope, seed_all, set_states
 from parwrap.options import CurrentOptions, Options
 from parwrap.places import from_script, is_ours, module_name
 from parwrap.rank_zero.commands import refusing_exec
@@ -276,8 +276,8 @@ def _prepare_training(
     undo.callback(optimizers.close)
     same_step = SameStep(group, passes, SameWork(passes, optimizers, say), interrupts)
     undo.callback(same_step.close)
-    _share_streams(group)  # from here on, the pages of all ranks are there
-    streams.begin(options.now.seed is not None)
+    number = _share_streams(group)  # from here on, the pages of all ranks are there
+    streams.begin(number if options.now.seed is None else 0)
     divisors = Divisors(group, passes, options)
     totals = Totals(group.world.size, passes, (lambda text: None) if silent else say)
     observer = _Observer(same_step, totals)
@@ -436,12 +436,13 @@ class HiddenGroup(Interceptor):
         return module_name(frame).partition(".")[0] in ACT_ALONE or (self._script and from_script(frame))
 
 
-def _share_streams(group: Group) -> None:
-    """Give every rank the random state of rank 0."""
+def _share_streams(group: Group) -> int:
+    """Give every rank the random state of rank 0. Returns rank 0's number of the scope."""
     agree(group, "the start of a distributed function")
-    states = [get_states()]
-    dist.broadcast_object_list(states, 0, group=group.control)
-    set_states(states[0])
+    of_rank_zero: list[Any] = [get_states(), next_scope()]
+    dist.broadcast_object_list(of_rank_zero, 0, group=group.control)
+    set_states(of_rank_zero[0])
+    return of_rank_zero[1]
 
 
 @contextmanager

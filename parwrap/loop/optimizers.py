@@ -188,7 +188,7 @@ class Optimizers(Interceptor):
                 self._look_at(work, optimizer)
 
     def _look_at(self, work: _Work, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [*chain(*map(PARAMETERS, optimizer.param_groups))]
         try:
             seen = [*map(id, parameters), *map(torch.Tensor.data_ptr, parameters)]
         except Exception:  # one is lazy, or of a class without an address

@@ -62,6 +62,11 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def next_scope() -> int:
+    """The number of the scope that opens now, among those of this process. Servers and ranks that joined later have other numbers."""
+    return next(_scopes)
+
+
 class _Torch:
     """Torch's stream on the CPU, and that of the current GPU once CUDA has started."""
 
@@ -140,9 +145,13 @@ class RandomStreams(Interceptor):
             return self._shared_seed
         return torch.initial_seed()
 
-    def begin(self, seeded: bool) -> None:
-        """Called when all ranks have the same streams, which ``distributed`` has seeded if ``seeded``: unseeded generators begin there."""
-        states = repr(get_states()[1:3]), torch.initial_seed(), 0 if seeded else next(_scopes)
+    def begin(self, scope: int) -> None:
+        """Called when all ranks have the same streams: generators without a seed begin there.
+
+        Args:
+            scope: the same number on all ranks, and another one in each scope without a seed; :func:`next_scope`.
+        """
+        states = repr(get_states()[1:3]), torch.initial_seed(), scope
         self._entropy = zlib.crc32(repr(states).encode()) << 64 | torch.initial_seed()
 
     def fresh_seed(self, library: str, bits: int) -> int | None:

@@ -212,4 +212,4 @@ class DDP(OneModel):
 
 def _is_reshaped(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` has another shape than the gradient that autograd computes for it."""
-    return parameter.requires_grad and input_metadata(get_gradient_edge(parameter).node)[0].shape != parameter.shape
+    return parameter.requires_grad and tuple(input_metadata(get_gradient_edge(parameter).node)[0].shape) != tuple(parameter.shape)

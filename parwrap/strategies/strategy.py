@@ -27,7 +27,7 @@ from parwrap.loop.losses import Losses, is_part_of_mean, is_sum, leading_sizes
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
-from parwrap.options import Options
+from parwrap.options import CurrentOptions
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree_on, first_difference
 from parwrap.ranks.group import Group, is_alone, is_on_one_rank

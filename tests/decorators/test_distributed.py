@@ -346,6 +346,24 @@ def test_what_rank_zero_seeds_alone_in_a_training_pass_moves_no_stream_of_all_ra
 
 
 @pytest.mark.ranks(2)
+def test_generators_without_a_seed_are_alike_on_ranks_of_which_one_has_served_weights_before():
+    @parwrap.distributed(strategy="parameter_server")
+    def serve():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        weight.sum().backward()
+        optimizer.step()
+
+    @parwrap.distributed
+    def draw():
+        return np.random.default_rng().random()
+
+    serve()
+
+    assert 1 == len(set(parwrap.gather(draw())))
+
+
+@pytest.mark.ranks(2)
 def test_ranks_that_train_alone_end_alone():
     with parwrap.distributed(strategy="none"):
         began = time.monotonic()
