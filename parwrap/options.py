@@ -250,17 +250,6 @@ class Options:
         """Whether ranks wait for each other's steps, so that they can end a stream together."""
         return self.traits.waits or self.staleness is not None
 
-    @property
-    def averages_losses(self) -> bool:
-        """Whether every backward leaves the mean over ranks in its loss (contract, rule 5).
-
-        It is false for ``"local_sgd"``, where only those of the warm-up do so.
-
-        >>> Options().averages_losses, Options(strategy="hogwild").averages_losses
-        (True, False)
-        """
-        return self.traits.averages or self.staleness == 0
-
     def lr_factor(self, size: int) -> float:
         """The number by which learning rates are multiplied on ``size`` ranks.
 

@@ -77,19 +77,6 @@ def test_the_architecture_page_names_every_room_and_only_what_exists():
     assert [] == [f"{path}: {name}" for path, name in paths if name and not re.search(rf"\b{name}\b", (PACKAGE / path).read_text())]
 
 
-def test_the_architecture_page_says_of_every_file_what_the_file_says_of_itself():
-    listed = (DOCS / "architecture.rst").read_text().partition("\nEvery file\n")[2].partition("\nRules for code\n")[0]
-    told = re.sub(r"\s+", " ", listed).partition("- ``")
-    told = sorted("".join(told[1:]).replace(" - ``", "\n- ``").splitlines())
-    modules = [path for path in FILES.values() if path.name != "__init__.py"]
-
-    assert sorted(f"- ``{path.relative_to(PACKAGE)}``: {_first_sentence(path)}" for path in modules) == [line.strip() for line in told]
-
-
-def _first_sentence(path):
-    return " ".join(ast.get_docstring(ast.parse(path.read_text())).partition("\n\n")[0].split()).rstrip(":")
-
-
 def test_no_public_name_is_also_that_of_a_room():
     """Importing the room would replace the name: ``parwrap.launch(train)`` would call a module."""
     assert set() == set(parwrap.__all__) & set(ROOMS)
