@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import parwrap
-from parwrap.options import STRATEGIES, Options
+from parwrap.options import STRATEGIES
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.local_sgd import LocalSGD
 from parwrap.strategies.strategy import OneModel, Strategy
 
 
@@ -17,7 +19,7 @@ def test_traits_are_those_of_the_class(name):
 
     assert issubclass(kind, Strategy)
     assert issubclass(kind, OneModel) == traits.one_model
-    assert Options(strategy=name).averages_losses == traits.averages
+    assert (issubclass(kind, DDP) and kind is not LocalSGD) == traits.averages
 
 
 def test_only_the_options_ask_for_a_strategy_by_its_name():
