@@ -1,8 +1,8 @@
 """How ranks that share the batch of a layer exchange its statistics: one collective in each forward, and one in each backward.
 
-These messages never use the process group that averages gradients, so they are never mixed up with gradients. Each message has a header:
-its number and the number of its layer. Ranks at the same step send equal headers; if headers differ, ranks raise instead of mixing two
-layers.
+On CPUs these messages never use the process group that averages gradients. On GPUs they do, as those of torch's ``SyncBatchNorm``: a second
+communicator of NCCL costs memory, and kernels of two may wait for each other. Each message has a header: its number and the number of its
+layer. Ranks at the same step send equal headers; if headers differ, ranks raise instead of mixing two layers.
 """
 
 from __future__ import annotations
@@ -130,13 +130,25 @@ class Statistics:
                     path.unlink()
         return self._vectors
 
-    def check(self, totals: torch.Tensor, header: list[int]) -> None:
-        """Raise if ``totals``, the sum of the headers of all ranks, is not this rank's ``header`` times the number of ranks.
+    def read(self, numbers: torch.Tensor) -> list[float]:
+        """``numbers`` on the host, with one wait for the device. Also check the headers that :meth:`check_later` has put off.
+
+        Raises:
+            LockstepError: headers differ.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        read = torch.cat([numbers, *(totals for totals, _ in unchecked)]).tolist() if unchecked else numbers.tolist()
+        for at, (_, header) in enumerate(unchecked):
+            self.check(read[len(numbers) + 2 * at :][:2], header)
+        return read[: len(numbers)]
+
+    def check(self, totals: list[float], header: list[int]) -> None:
+        """Raise if ``totals``, the sums of the headers of all ranks, are not this rank's ``header`` times the number of ranks.
 
         Raises:
             LockstepError: the headers differ.
         """
-        if totals.tolist() != [number * self.size for number in header]:
+        if totals != [number * self.size for number in header]:
             raise LockstepError(
                 f"the ranks are in different batch norms: this rank is in batch norm {header[1]} at {script_place()}. Run the same layers "
                 "in the same order on all ranks, or remove @parwrap.sync_bn."
@@ -148,8 +160,8 @@ class Statistics:
 
     def check_now(self) -> None:
         """Do the checks that :meth:`check_later` has put off."""
-        while self._unchecked:
-            self.check(*self._unchecked.pop(0))
+        if self._unchecked:
+            self.read(torch.zeros(0, device=self._unchecked[0][0].device))
 
 
 class _Layer:
@@ -171,17 +183,19 @@ class _Layer:
         together = self._statistics
         sent, header = self._headed(numbers)
         rows = together.gather(f"batch norm {self._number} of {len(numbers) // 2} channels", sent)
-        totals = rows[:, -3:].sum(0)
-        together.check(totals[1:], header)
-        together.check_now()
-        return rows[:, :-2].to(numbers.device), totals[0].item()
+        count, *totals = together.read(rows[:, -3:].sum(0))
+        together.check(totals, header)
+        return rows[:, :-2].to(numbers.device), count
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         together = self._statistics
         sent, header = self._headed(numbers)
         kind = f"the gradient of batch norm {self._number}" if self._number else "the gradient of all ranks' rows"
         total = together.sum(kind, sent)
-        (together.check_later if together.on_gpu else together.check)(total[-2:], header)
+        if together.on_gpu:
+            together.check_later(total[-2:], header)
+        else:
+            together.check(total[-2:].tolist(), header)
         return total[:-2].to(numbers)
 
     def _headed(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
@@ -189,7 +203,8 @@ class _Layer:
         header = self._statistics.header(self._number)
         home = CPU if not self._statistics.on_gpu else numbers.device if numbers.is_cuda else torch.device("cuda")
         numbers = numbers.detach().to(home)
-        return torch.cat([numbers, torch.tensor(header, dtype=numbers.dtype).to(home)]), header
+        sent = torch.tensor(header, dtype=numbers.dtype, pin_memory=home.type == "cuda").to(home, non_blocking=True)
+        return torch.cat([numbers, sent]), header
 
 
 class Silent:
@@ -222,7 +237,7 @@ def statistics_of(ranks: Sequence[int], process_group: Any = None) -> Statistics
     if group is None or (process_group is not None and not of_all):  # ranks outside of the group send nothing, so positions would differ
         return Statistics(process_group or _group_of(ranks))
     on_cpu = group.backend != "nccl"
-    own = process_group or (group.control if of_all and on_cpu else None)
+    own = process_group or ((group.control if on_cpu else dist.group.WORLD) if of_all else None)
     together = own or _group_of(ranks, timeout=group.timeout, backend=group.backend)
     by_memory = group.world.on_one_node and on_cpu and keeps_order_of_writes()
     # a lambda, because the control message belongs to the scope that is open when it is sent

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from lagging_backend import Event, as_on_gpus
+from parwrap.norm import forward_backward
+from parwrap.norm.kernels import kernels_for
 from synchronizations import synchronizations
 
 SETTLED, STEPS = 36, 8
@@ -107,3 +109,16 @@ def test_a_step_that_leaves_parameters_out_waits_once_as_find_unused_parameters_
 
     assert STEPS == len(places), places
     assert all("tolist" in place and "ddp_averager.py" in place for place in places), places
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_batch_norm_that_is_synchronized_waits_once_in_its_forward_as_that_of_torch_does(monkeypatch):
+    """It also waits once in its backward here, because the group is not NCCL's, with which that check is put off to the next forward."""
+    on_cpu = kernels_for(torch.zeros(1))
+    monkeypatch.setattr(forward_backward, "kernels_for", lambda input: on_cpu)
+    with as_on_gpus(), parwrap.sync_bn():
+        places = parwrap.distributed(trained)()
+
+    waits = [each for each in places if not each.startswith("lift_fresh")]  # kernels of the CPU, and a header that is pinned on a GPU
+    assert 2 * STEPS == len(waits), "\n".join(waits)
+    assert all("tolist" in each and "exchange.py" in each for each in waits), "\n".join(waits)
