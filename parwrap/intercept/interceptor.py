@@ -63,6 +63,9 @@ class Interceptor:
     def use_scaler(self, call: ScalerCall) -> Any:
         """The script has called ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result."""
 
+    def graph_bucket(self) -> int | None:
+        """``torch.compile`` compiles a graph. Returns after how many bytes of parameters to split it, ``None`` to leave it whole."""
+
     def retain_grad(self, tensor: torch.Tensor) -> None:
         """``tensor.retain_grad()`` was called; ``tensor`` is not a leaf."""
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType, ModuleType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ from parwrap.places import is_ours, is_standard, outside_of
 from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import is_transformed
 from parwrap.torch_private.dataloader import forget_workers
-from parwrap.torch_private.dynamo import DYNAMO, leave_frames, not_in_graphs
+from parwrap.torch_private.distributed import ACTIVE_DDP
+from parwrap.torch_private.dynamo import DYNAMO, GRAPH_SPLITTER, has_backward, leave_frames, not_in_graphs
 from parwrap.torch_private.modules import APPLY, CALL, INFER
 
 __all__ = ["SERIALIZATION", "intercepting"]
@@ -190,6 +191,26 @@ def _use_scaler(interceptor: Interceptor) -> Patches:
         return Patch(torch.amp.GradScaler, name, call)
 
     return [patch("unscale_", True), patch("step", True), patch("update", False)]
+
+
+def _graph_bucket(interceptor: Interceptor) -> Patches:
+    """Let ``torch.compile`` split graphs as inside DDP's own forward: a graph's gradients arrive together, after all of its backward.
+
+    It asks at each graph that it compiles. One that returns nothing with a gradient has no backward, and stays whole.
+    """
+
+    def active(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        found = wrapped(*args, **kwargs)
+        size = interceptor.graph_bucket() if found is None else None
+        return found if size is None else SimpleNamespace(bucket_bytes_cap=size)
+
+    def compile_fn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
+        return (wrapped if has_backward(args[0]) else instance.backend_compile_fn)(*args, **kwargs)
+
+    def of_splitter(module: ModuleType) -> Patches:
+        return [Patch(module.DDPOptimizer, "compile_fn", compile_fn)]
+
+    return [Patch(DistributedDataParallel, ACTIVE_DDP, active), when_imported(GRAPH_SPLITTER, of_splitter)]
 
 
 def _retain_grad(interceptor: Interceptor) -> Patches:
@@ -641,6 +662,7 @@ PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
     "scaled": _scaled,
     "divided": _divided,
     "use_scaler": _use_scaler,
+    "graph_bucket": _graph_bucket,
     "retain_grad": _retain_grad,
     "enter_autocast": _enter_autocast,
     "clip": _clip,

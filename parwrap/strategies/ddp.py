@@ -21,7 +21,7 @@ from parwrap.intercept.intercepted_calls import Backward
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
-from parwrap.strategies.ddp_averager import GradientAverager, average_now
+from parwrap.strategies.ddp_averager import BUCKET_MB, FIRST_BUCKET, GradientAverager, average_now
 from parwrap.strategies.ddp_sites import Site, Sites
 from parwrap.strategies.strategy import Loop, OneModel
 from parwrap.torch_private.autograd import in_backward, input_metadata
@@ -165,6 +165,10 @@ class DDP(OneModel):
             self._local -= 1
             for averager in self._sites.averagers():
                 averager.has_local = True
+
+    def graph_bucket(self) -> int | None:
+        """The size of buckets, but at least that of DDP's first one: ``torch.compile`` refuses less."""
+        return None if is_alone() else max(FIRST_BUCKET, int((self.loop.options().bucket_cap_mb or BUCKET_MB) * 2**20))
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
         parameters = self.loop.modules.in_order(list(parameters))

@@ -35,7 +35,7 @@ from parwrap.torch_private.distributed import check_reducer_finalized, has_rebui
 from parwrap.torch_private.modules import registered_parameters
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["GradientAverager", "Hook", "average_now", "average_sparse"]
+__all__ = ["BUCKET_MB", "FIRST_BUCKET", "GradientAverager", "Hook", "average_now", "average_sparse"]
 
 T = TypeVar("T")
 

@@ -75,6 +75,10 @@ class FSDP(DDP):
 
     # forwards
 
+    def graph_bucket(self) -> int | None:
+        """None: torch reduces the gradients of a unit together."""
+        return None
+
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
         """Run a call of ``module``. First shard its whole parameters, if the script itself calls it and an optimizer has some of them."""
         if self._in_forward or self._thread is not None or in_backward():  # in backwards, checkpoints recompute

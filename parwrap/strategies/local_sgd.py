@@ -106,6 +106,9 @@ class LocalSGD(DDP):
         factor = loss_factor(weight, loop.group.world.size, loop.options(), loop.passes.reads_whole) if weight else 0.0
         call.times(factor).run()
 
+    def graph_bucket(self) -> int | None:
+        return super().graph_bucket() if self._warming else None
+
     # steps
 
     def _counts(self, optimizer: Optimizer) -> bool:

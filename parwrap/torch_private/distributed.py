@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parwrap.torch_private.versions import private
 
 __all__ = [
+    "ACTIVE_DDP",
     "abort_nccl",
     "abort_process_groups",
     "check_reducer_finalized",
@@ -23,6 +24,9 @@ __all__ = [
     "quiet_gloo",
     "set_default_group",
 ]
+
+ACTIVE_DDP = "_get_active_ddp_module"
+"""The method that ``torch.compile`` asks for the DDP whose forward runs, to split graphs where its buckets end."""
 
 _abort_process_group: Callable[[], None] = private("torch.distributed.distributed_c10d._abort_process_group")
 

@@ -15,7 +15,9 @@ from parwrap.torch_private.versions import private
 __all__ = [
     "DYNAMO",
     "EXPORTING",
+    "GRAPH_SPLITTER",
     "INLINE",
+    "has_backward",
     "inlined",
     "leave_frames",
     "left_out",
@@ -30,6 +32,9 @@ DYNAMO = "torch._dynamo"
 
 INLINE = "_torchdynamo_inline"
 """The attribute of a wrapped function that holds the function to compile instead. ``torch.compiler`` can only leave functions out."""
+
+GRAPH_SPLITTER = "torch._dynamo.backends.distributed"
+"""The module whose ``DDPOptimizer`` splits the graphs of a model in DDP, so that gradients arrive while the backward runs."""
 
 EXPORTING = "_is_exporting_flag"
 """The attribute of ``torch.compiler`` that says whether a model is exported. Before torch 2.12, ``is_exporting()`` is true in any graph."""
@@ -74,6 +79,12 @@ def outside(function: Callable, why: str) -> Callable:
 
     vars(call).update(left_out(why))
     return call
+
+
+def has_backward(graph: Any) -> bool:
+    """Whether a graph that ``torch.compile`` has traced returns a tensor that requires grad. What a node computes is not public."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    return any(getattr(node.meta.get("example_value"), "requires_grad", False) for node in output.all_input_nodes)
 
 
 def leave_frames(dynamo: ModuleType) -> tuple[()]:

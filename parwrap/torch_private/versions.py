@@ -72,6 +72,7 @@ OF_RANKS = (
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.batchnorm._NormBase",
     "torch.nn.modules.lazy.LazyModuleMixin._infer_parameters",
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
     "torch.nn.parallel.DistributedDataParallel._has_rebuilt_buckets",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
     "torch.ops.aten._unsafe_view",

@@ -94,3 +94,23 @@ def test_gloo_is_quiet_and_what_else_is_written_meanwhile_is_shown(speaks, monke
         os.write(1, b"[Gloo] Rank 0 is connected to 0 peer ranks.\nby a thread\n" if speaks else b"by a thread\n")
 
     assert "by a thread\n" == capfd.readouterr().out
+
+
+def test_the_ddp_whose_forward_runs_is_known():
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self):
+            seen.append(getattr(DistributedDataParallel, distributed.ACTIVE_DDP)())
+            return self.weight
+
+    model = DistributedDataParallel(Looks(), bucket_cap_mb=3)
+    model()
+
+    assert [model] == seen
+    assert 3 * 2**20 == seen[0].bucket_bytes_cap
+    assert getattr(DistributedDataParallel, distributed.ACTIVE_DDP)() is None

@@ -1,5 +1,6 @@
 """What ``torch.compile`` leaves out of its graphs."""
 
+import importlib
 import sys
 
 import torch
@@ -50,3 +51,25 @@ def test_what_compiles_this_thread_is_known_and_can_be_left():
     torch.compile(lambda: (look(), left()), backend="eager")()
 
     assert [True, False, True] == seen
+
+
+def test_a_graph_has_a_backward_if_it_returns_a_tensor_that_requires_grad():
+    found, weight = [], torch.ones(2, requires_grad=True)
+
+    def backend(graph, inputs):
+        found.append(dynamo.has_backward(graph))
+        return graph.forward
+
+    compiled = torch.compile(lambda x: (x * 2, weight * x), backend=backend)
+    compiled(torch.ones(2))
+    with torch.no_grad():
+        compiled(torch.ones(2))
+
+    assert [True, False] == found
+
+
+def test_the_splitter_of_graphs_compiles_by_its_backend():
+    splitter = importlib.import_module(dynamo.GRAPH_SPLITTER).DDPOptimizer(2**20, "a backend")
+
+    assert "a backend" == splitter.backend_compile_fn
+    assert callable(splitter.compile_fn)
