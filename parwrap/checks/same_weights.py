@@ -8,7 +8,7 @@ the end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 from zlib import crc32
@@ -31,8 +31,11 @@ __all__ = ["Differ", "SameWeights", "checksums", "is_due", "take_rank_zeros"]
 LONGEST = 100
 """Steps between two checks in the long run."""
 
-SAMPLES = ((0, 1, 1), (0, 2, 0x9E3779B1), (1, 3, 0x85EBCA77), (2, 7, 0xC2B2AE3D))
-"""Starts, strides and factors of the partial sums. A permutation, or changes that cancel in one sum, hardly ever cancel in all of them."""
+PIECE = 2**24
+"""How many bytes are summed at a time: a check needs about twice as many beside the weights."""
+
+ROW, ALIGNED = 32, 8 * 32
+"""The words of 8 bytes in a row, which has one sum, and its bytes. Each tensor begins a row."""
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -61,18 +64,82 @@ def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = N
     >>> torch.equal(checksums([a, b]), checksums([a, b.clone()])), torch.equal(checksums([a, b]), checksums([b, a]))
     (True, False)
     """
-    sums = []
-    for each, number in zip(tensors, itertools.count() if numbers is None else numbers, strict=False):
-        dense = (each.detach().coalesce().values() if each.is_sparse else each.detach()).contiguous()
-        if dense.dim() == 0:
-            dense = dense.reshape(1)
-        bits = dense.view(BITS[dense.element_size()]) if dense.dtype != torch.bool else dense
-        flat = bits.reshape(-1)
-        parts = torch.stack([flat[start::stride].sum(dtype=torch.int64) * factor for start, stride, factor in SAMPLES])
-        sums.append(parts.sum() * (2 * number + 1))
-    if not sums:
-        return torch.zeros(0, dtype=torch.int64)
-    return torch.stack([each.to(sums[0].device) for each in sums])
+    given = [each.detach().coalesce().values() if each.is_sparse else each.detach() for each in tensors]
+    places = [*range(len(given))] if numbers is None else list(itertools.islice(numbers, len(given)))
+    groups: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
+    for place, dense in enumerate(given):
+        groups.setdefault((dense.device, dense.element_size()), []).append((place, dense))
+    sums = torch.zeros(len(given), dtype=torch.int64, device=given[0].device if given else None)
+    for (device, size), members in groups.items():
+        of_group = torch.zeros_like(sums, device=device)
+        for piece in _pieces(members, PIECE // min(size, 8)):
+            _add_sums(piece, of_group)
+        sums += of_group.to(sums.device)
+    return sums.mul_(_sent([2 * place + 1 for place in places], sums.device))
+
+
+def _pieces(members: Iterable[tuple[int, torch.Tensor]], most: int) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+    """Parts of tensors as integers, in pieces of at most ``most``: the number of the tensor, that of its first row here, and the part."""
+    piece: list[tuple[int, int, torch.Tensor]] = []
+    room = most
+    for place, dense in members:
+        begins = 0
+        for part in _parts(dense, most):
+            in_row = ALIGNED // part.element_size()
+            rows = -(-part.numel() // in_row)
+            if rows * in_row > room:
+                yield piece
+                piece, room = [], most
+            piece.append((place, begins, part))
+            begins, room = begins + rows, room - rows * in_row
+    if piece:
+        yield piece
+
+
+def _parts(dense: torch.Tensor, most: int) -> Iterable[torch.Tensor]:
+    """``dense`` as flat integers, in parts of at most ``most``."""
+    bits = BITS[dense.element_size()]
+    if dense.is_contiguous():
+        flat = dense.view(-1).view(bits)
+        return flat.split(most) if flat.numel() > most else (flat,)
+    rows = dense.split(max(1, most // dense[0].numel()))  # a copy of all of it would need as much memory
+    return (part for each in rows for part in each.reshape(-1).view(bits).split(most))
+
+
+def _add_sums(piece: Sequence[tuple[int, int, torch.Tensor]], sums: torch.Tensor) -> None:
+    """Add to ``sums`` those of the parts in ``piece``. How many operators this takes does not depend on the number of parts.
+
+    Each word of 8 bytes counts by an odd factor for its place. Two changes of the highest bit, a sign, cancel in any sum of 64 bits, so
+    high bits change low ones first.
+    """
+    parts = [part for *_, part in piece]
+    in_row = ALIGNED // parts[0].element_size()
+    zeros = parts[0].new_zeros(in_row)
+    lacking = [-part.numel() % in_row for part in parts]
+    fill = {length: zeros[:length] for length in lacking}
+    filled = torch.cat([each for part, length in zip(parts, lacking, strict=True) for each in (part, fill[length])])
+    halves = filled.view(torch.int32).view(-1, 2)
+    halves[:, 0].bitwise_xor_(halves[:, 1] >> 15)
+    words = filled.view(torch.int64).view(-1, ROW)
+    words.mul_(_factors(torch.arange(ROW, device=sums.device)))
+    rows = [-(-part.numel() // in_row) for part in parts]
+    starts = [begins - end + count for (_, begins, _), count, end in zip(piece, rows, itertools.accumulate(rows), strict=True)]
+    known = _sent([[place for place, *_ in piece], starts, rows], sums.device)
+    place, start = known[:2].repeat_interleave(known[2], dim=1, output_size=len(words))
+    numbers = start + torch.arange(len(words), device=sums.device)
+    sums.index_add_(0, place, words.sum(1).mul_(_factors(numbers + ROW)))
+
+
+def _factors(numbers: torch.Tensor) -> torch.Tensor:
+    """For each number an odd factor of 64 bits, as splitmix64 mixes them: no simple pattern of changes cancels."""
+    mixed = numbers * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
+    return (mixed ^ (mixed >> 27)) | 1
+
+
+def _sent(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """``numbers`` on ``device``, without a wait for it."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
