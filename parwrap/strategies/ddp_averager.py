@@ -26,12 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from parwrap.checks.same_step import GROWS, LOSS, LOSS_LOW, NUMBERS, Exchange
 from parwrap.errors import LockstepError, UsageError
 from parwrap.intercept.intercepted_calls import Backward
-from parwrap.loop.losses import reached
 from parwrap.places import script_place
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import Group
 from parwrap.torch_private.autograd import tensor_hooks
-from parwrap.torch_private.distributed import check_reducer_finalized, has_rebuilt_buckets
+from parwrap.torch_private.distributed import has_rebuilt_buckets, unreached
 from parwrap.torch_private.modules import registered_parameters
 from parwrap.torch_private.tensors import version_of
 
@@ -44,6 +43,9 @@ Hook = Callable[[Any, dist.GradBucket], Future]
 
 FIRST_BUCKET, BUCKET_MB = 1024 * 1024, 25
 """DDP sends its first bucket at ``FIRST_BUCKET`` bytes, and any other at ``BUCKET_MB`` megabytes, unless ``bucket_cap_mb`` is set."""
+
+SAME = 16
+"""After so many backwards in a row that leave the same parameters out on all ranks, a GPU is not waited for to hear so again."""
 
 TORCHS_BACKWARD = torch.autograd.backward
 """Torch's own function, which bypasses the patches of the script's calls."""
@@ -119,6 +121,9 @@ class GradientAverager:
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
         self._reducer = _Reducer(ordered, sparse, hook, **options)
+        self._ordered = [*self._reducer.parameters()]
+        self._nobodys: tuple[frozenset[int], int] = frozenset(), 0  # the ids of parameters without a gradient on any rank, and how often
+        self._late: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
 
     def refuse_to_go_on(self) -> NoReturn:
         """Raise after a backward that has raised.
@@ -134,13 +139,17 @@ class GradientAverager:
 
     def run(self, call: Backward, exchange: Exchange) -> None:
         """Run ``call`` while its gradients are averaged, and send the numbers of ``exchange`` with them, which gets the means."""
+        self._compare_late()
         self._prepare(exchange)
         self._arm()
         call.run_with(self._root, self._signal)
-        if not self._has_finished():
-            self._send_nothing_for_the_rest(call)
+        unused: list[torch.Tensor] = []
+        while rest := unreached(self._reducer.reducer):
+            unused += self._send_nothing([self._ordered[place] for place in rest])
         self.has_local = False
         self._receive(exchange)
+        if unused:
+            self._clear(unused)
 
     def run_then_average(self, call: Backward, exchange: Exchange) -> None:
         """Like :meth:`run`, but average after the backward: for gradients that have a graph or arrive several times.
@@ -225,28 +234,47 @@ class GradientAverager:
             with torch.enable_grad():
                 self._reducer()
 
-    def _has_finished(self) -> bool:
-        """Whether DDP has averaged all buckets, which happens once every parameter has taken part in the backward."""
-        try:
-            check_reducer_finalized(self._reducer.reducer)
-        except RuntimeError:
-            return False
-        return True
+    def _send_nothing(self, rest: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Average parameters that this rank's loss did not reach too: other ranks may have gradients. Returns those without a gradient."""
+        unused = [p for p in rest if p.grad is None]
+        send_nothing(rest, self.sparse)
+        return unused
 
-    def _send_nothing_for_the_rest(self, call: Backward) -> None:
-        """Average the parameters that this rank's loss did not reach too: other ranks may have gradients of them.
+    def _clear(self, unused: list[torch.Tensor]) -> None:
+        """Leave ``.grad`` of ``unused`` parameters ``None`` where no rank has a gradient.
 
-        ``.grad`` stays ``None`` if no rank has a gradient.
+        A GPU's answer costs a wait. Once it was no for the same parameters ``SAME`` times in a row, it is read before the next backward.
         """
-        there = {id(leaf) for leaf in reached(call.roots)}
-        rest = [place for place, p in enumerate(self.parameters) if id(p) not in there]
-        unused = [place for place in rest if self.parameters[place].grad is None]
-        send_nothing([self.parameters[place] for place in rest], self.sparse)
-        if unused:
-            bits = cast(torch.Tensor, self._signal.grad).tolist()
-            for place in unused:
-                if not bits[place]:
-                    self.parameters[place].grad = None
+        ids = frozenset(map(id, unused))
+        places = [place for place, p in enumerate(self.parameters) if id(p) in ids]
+        known, times = self._nobodys
+        if self._means_on_host is not None:
+            bits = self._means_on_host
+        elif known == ids and times >= SAME:
+            event, late = torch.cuda.Event(), torch.empty(self._means.shape, dtype=self._means.dtype, pin_memory=True)
+            late.copy_(self._means, non_blocking=True)
+            event.record()
+            self._late, bits = (late, event, places), cast(Any, dict.fromkeys(places, 0.0))
+        else:
+            bits = cast(Any, self._means.tolist())
+            self._nobodys = ids, (times * (known == ids) + 1) * (not any(bits[place] for place in places))
+        for place in places:
+            if not bits[place]:
+                self.parameters[place].grad = None
+
+    def _compare_late(self) -> None:
+        """Raise if another rank had a gradient in the last backward of a parameter that all ranks were taken to leave out."""
+        if self._late is None:
+            return
+        (late, event, places), self._late = self._late, None
+        event.synchronize()
+        bits = late.tolist()
+        if (used := next((self.parameters[place] for place in places if bits[place]), None)) is not None:
+            raise LockstepError(
+                f"a parameter of shape {tuple(used.shape)} has got a gradient on another rank in the last backward. No rank had used it "
+                f"for {SAME} backwards, so this rank has stepped without its average. Use such a parameter on all ranks at the same step, "
+                "or in every step: `loss = loss + 0 * parameter.sum()`."
+            )
 
 
 def _changed(grad: torch.Tensor | None, before: tuple[torch.Tensor, int] | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,10 +20,10 @@ __all__ = [
     "ACTIVE_DDP",
     "abort_nccl",
     "abort_process_groups",
-    "check_reducer_finalized",
     "has_rebuilt_buckets",
     "quiet_gloo",
     "set_default_group",
+    "unreached",
 ]
 
 ACTIVE_DDP = "_get_active_ddp_module"
@@ -39,8 +40,22 @@ set_default_group: Callable[[dist.ProcessGroup | None], None] = private("torch.d
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
 """Whether DDP has put its buckets into the order of the first backward; later forwards only prepare the reducer. It is not public."""
 
-check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
-"""Raises ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP checks only in the next forward."""
+_check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
+_UNREACHED = re.compile(r"indices which did not receive grad for rank\s+\d+:\s*([\d\s]+)")
+
+
+def unreached(reducer: Any) -> list[int]:
+    """The places of parameters of a DDP's ``reducer`` that took no part in the last backward: the first hundred, as its error lists them.
+
+    DDP raises that error in the next forward. It is empty once all parameters have taken part, so that all buckets are averaged.
+    """
+    try:
+        _check_reducer_finalized(reducer)
+    except RuntimeError as error:
+        if (found := _UNREACHED.search(str(error))) is None:
+            raise
+        return [int(place) for place in found[1].split()]
+    return []
 
 
 def abort_process_groups() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from operator import methodcaller
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from lagging_backend import Event, as_on_gpus
+from parwrap.errors import LockstepError
 from parwrap.norm import forward_backward
 from parwrap.norm.kernels import kernels_for
 from synchronizations import synchronizations
@@ -102,12 +103,20 @@ def test_a_regular_step_waits_for_nothing(options):
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_a_step_that_leaves_parameters_out_waits_once_as_find_unused_parameters_does():
-    """The gradient of a parameter that no rank has reached must be ``None`` again before the optimizer steps."""
+def test_a_step_that_leaves_the_same_parameters_out_as_before_waits_for_nothing():
     with as_on_gpus():
         places = parwrap.distributed(trained)(second=lambda calls: False)
 
-    assert STEPS == len(places), places
+    assert [] == places, "\n".join(places)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_step_that_leaves_now_these_and_now_those_parameters_out_waits_as_find_unused_parameters_does():
+    """The gradient of a parameter that no rank has reached must be ``None`` again before the optimizer steps."""
+    with as_on_gpus():
+        places = parwrap.distributed(trained)(second=lambda calls: calls % 2 == parwrap.rank() and calls % 3 == 0)
+
+    assert 0 < len(places) <= STEPS, places
     assert all("tolist" in place and "ddp_averager.py" in place for place in places), places
 
 
@@ -122,3 +131,14 @@ def test_a_batch_norm_that_is_synchronized_waits_once_in_its_forward_as_that_of_
     waits = [each for each in places if not each.startswith("lift_fresh")]  # kernels of the CPU, and a header that is pinned on a GPU
     assert 2 * STEPS == len(waits), "\n".join(waits)
     assert all("tolist" in each and "exchange.py" in each for each in waits), "\n".join(waits)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_parameter_that_one_rank_alone_uses_late_is_an_error_before_the_next_step():
+    with suppress(RuntimeError), as_on_gpus():  # the last collective of rank 1 finds no partner
+        rank = parwrap.rank()
+        with pytest.raises(LockstepError) as raised:
+            parwrap.distributed(trained)(second=lambda calls: calls == 40 and rank == 1)
+
+    if rank == 0:
+        assert "a parameter of shape (3, 8) has got a gradient on another rank" in str(raised.value)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parwrap
 from parwrap.errors import UsageError
+from parwrap.loop import losses
 from parwrap.ranks.group import current
 from parwrap.strategies.ddp_averager import GradientAverager, _send
 
@@ -131,3 +132,21 @@ def test_a_backward_averages_what_its_optimizers_own_and_the_parameters_that_non
     _, sets = buckets(monkeypatch, parwrap.distributed(run))
 
     assert [{id(owned), id(beside), id(free)}] == [set(map(id, each)) for each in sets]
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_are_never_used_keep_none_without_a_walk_over_the_graph(monkeypatch):
+    walks = []
+    nodes = losses._nodes
+    monkeypatch.setattr(losses, "_nodes", lambda *args, **kwargs: walks.append(1) or nodes(*args, **kwargs))
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(180))  # torch names the first hundred parameters that are left out
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with parwrap.distributed():
+        for step in range(4):
+            optimizer.zero_grad()
+            before = len(walks)
+            model[parwrap.rank() * 2](torch.ones(1, 2)).sum().backward()
+            assert len(walks) == before or step == 0
+            assert [0, 2] == [number for number, each in enumerate(model) if each.weight.grad is not None]
+            assert model[0].weight.grad.tolist() == model[2].weight.grad.tolist() == [[0.5, 0.5]] * 2
+            optimizer.step()

@@ -73,16 +73,21 @@ def test_ddp_says_when_its_buckets_are_rebuilt():
     assert distributed.has_rebuilt_buckets(ddp)
 
 
-def test_a_reducer_says_whether_all_parameters_have_taken_part():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    ddp = DistributedDataParallel(model)
-    ddp(torch.ones(1, 2)).sum().backward()
-    distributed.check_reducer_finalized(ddp.reducer)
-    ddp(torch.ones(1, 2))
-    model[0](torch.ones(1, 2)).sum().backward()
+@pytest.mark.parametrize("level", dist.DebugLevel.__members__.values())
+def test_a_reducer_says_which_parameters_have_not_taken_part(level, monkeypatch):
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+        ddp = DistributedDataParallel(model)
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert [] == distributed.unreached(ddp.reducer)
+        ddp(torch.ones(1, 2))
+        model[2](torch.ones(1, 2)).sum().backward()
 
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        distributed.check_reducer_finalized(ddp.reducer)
+        assert [0, 1, 2, 3, 6, 7, 8, 9] == distributed.unreached(ddp.reducer)[:8]
+    finally:
+        dist.set_debug_level(before)
 
 
 @pytest.mark.parametrize("speaks", [distributed.GLOO_SPEAKS, True])
