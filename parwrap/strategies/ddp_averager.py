@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -117,7 +118,9 @@ class GradientAverager:
         this = weakref.ref(self)  # autograd keeps its hooks alive, where no collector finds the cycle
         self._signal.register_hook(lambda grad: cast(GradientAverager, this())._report())
         # autograd runs the nodes of one device newest first, and counts them in each thread: the first node of a new thread runs last
-        self._root = _in_new_thread(self._signal.sum)
+        # it sends the last bucket from the stream on which this node is made: that of the other gradients, which the script has chosen
+        stream = torch.cuda.stream(torch.cuda.current_stream(device)) if facts.is_cuda else nullcontext()
+        self._root = _in_new_thread(self._signal.sum, stream)
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
         self._reducer = _Reducer(ordered, sparse, hook, **options)
@@ -410,11 +413,14 @@ def average_sparse(bucket: dist.GradBucket) -> Future:
     return sent
 
 
-def _in_new_thread(build: Callable[[], T]) -> T:
-    """Return ``build()``, run in a new thread: the caller's grad mode and its count of autograd nodes do not apply there."""
+def _in_new_thread(build: Callable[[], T], stream: AbstractContextManager[Any]) -> T:
+    """Return ``build()``, run in a new thread with ``stream`` as its current one.
+
+    The caller's grad mode and its count of autograd nodes do not apply there.
+    """
 
     def run() -> T:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), stream:
             return build()
 
     with ThreadPoolExecutor(1) as thread:

@@ -158,6 +158,32 @@ class Event:
             Event.waits.append(f"Event.synchronize at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
+class Stream:
+    """A mock of CUDA's stream: each thread has a current one.
+
+    Attributes:
+        used: the streams that were current in a thread other than the main one.
+    """
+
+    used: list[Stream] = []  # noqa: RUF012 one device
+    _of_thread = threading.local()
+
+    @classmethod
+    def current(cls, device: Any = None) -> Stream:
+        return getattr(cls._of_thread, "stream", DEFAULT)
+
+    def __enter__(self) -> None:
+        self._before = Stream.current()
+        Stream._of_thread.stream = self
+        if threading.current_thread() is not threading.main_thread():
+            Stream.used.append(self)
+
+    def __exit__(self, *error: Any) -> None:
+        Stream._of_thread.stream = self._before
+
+
+DEFAULT = Stream()
+
 pinned: list[torch.Tensor] = []
 """Tensors in pinned memory of the host, which may be read without the device."""
 
@@ -181,6 +207,8 @@ class _Torch(ModuleType):
 
     class cuda(ModuleType):
         Event = Event
+        current_stream = Stream.current
+        stream = staticmethod(lambda stream: stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -209,6 +237,7 @@ def as_on_gpus() -> Iterator[Lagging]:
         patch.setattr(torch.Tensor, "is_cuda", property(_is_cuda), raising=False)
         patch.setattr(Event, "recorded", 0)
         patch.setattr(Event, "waits", [])
+        patch.setattr(Stream, "used", [])
         dist.distributed_c10d._update_default_pg(None)
         try:
             with groups.opened(world, backend="nccl"):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from lagging_backend import Event, as_on_gpus
+from lagging_backend import Event, Stream, as_on_gpus
 from parwrap.errors import LockstepError
 from parwrap.norm import forward_backward
 from parwrap.norm.kernels import kernels_for
@@ -142,3 +142,13 @@ def test_a_parameter_that_one_rank_alone_uses_late_is_an_error_before_the_next_s
 
     if rank == 0:
         assert "a parameter of shape (3, 8) has got a gradient on another rank" in str(raised.value)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_the_last_bucket_is_sent_from_the_stream_on_which_the_script_trains():
+    """Its other gradients are computed there: from another stream, numbers that are not there yet would be sent."""
+    with as_on_gpus(), Stream():
+        side = Stream.current()
+        parwrap.distributed(trained)()
+        assert Stream.used
+        assert {side} == {*Stream.used}
