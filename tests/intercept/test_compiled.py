@@ -110,6 +110,30 @@ def test_a_compiled_optimizer_is_compiled_once(accumulate, caplog):
     assert "recompile" not in caplog.text
 
 
+def frames_of_steps(kind):
+    """How many frames torch compiles for a compiled step, and the number of graphs in them."""
+    graphs = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = kind(model.parameters(), 0.1)
+    step = torch.compile(optimizer.step, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for _ in range(9):  # weights are compared after the 1st, 2nd, 3rd, 4th and 8th
+        model(X[:2]).sum().backward()
+        step()
+        optimizer.zero_grad()
+    return torch._dynamo.utils.counters["frames"]["total"], len(graphs)
+
+
+@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_compiled_optimizer_has_no_more_frames_and_graphs_than_in_one_process(kind):
+    frames, graphs = frames_of_steps(kind)
+    found, as_many = parwrap.distributed(frames_of_steps)(kind)
+    assert found <= frames
+    assert as_many == graphs
+
+
 def weighted(loss, model=nn.Linear):
     torch.manual_seed(0)
     model = model(4, 2)
