@@ -170,3 +170,18 @@ def test_ddp_is_as_it_was_after_the_scope():
     before = named()
     averaged(compiled_whole)
     assert all(one is other for one, other in zip(before, named(), strict=True))
+
+
+def test_a_model_that_was_compiled_before_the_scope_opens_is_split_too():
+    events = Events([set()])
+    model = nn.Sequential(*(Layer() for _ in range(DEPTH)))
+    run = torch.compile(model, backend=events.backend())
+
+    @parwrap.distributed
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run(X).sum().backward()
+        optimizer.step()
+
+    train()
+    assert len(events) == 1 + 2

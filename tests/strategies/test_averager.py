@@ -13,6 +13,7 @@ import parwrap
 from parwrap.errors import UsageError
 from parwrap.loop import losses
 from parwrap.ranks.group import current
+from parwrap.strategies import ddp_sites
 from parwrap.strategies.ddp_averager import GradientAverager, _send
 
 
@@ -150,3 +151,37 @@ def test_parameters_that_are_never_used_keep_none_without_a_walk_over_the_graph(
             assert [0, 2] == [number for number, each in enumerate(model) if each.weight.grad is not None]
             assert model[0].weight.grad.tolist() == model[2].weight.grad.tolist() == [[0.5, 0.5]] * 2
             optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("view", [False, True])
+def test_buckets_need_the_memory_of_the_gradients_unless_these_are_views(monkeypatch, view):
+    """docs/gpus.rst has these numbers."""
+    held, signals = {}, []
+
+    def noting(signal):
+        signals.append(signal)
+
+        def hook(state, bucket):
+            storage = bucket.buffer().untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+            return _send(state, bucket)
+
+        return hook
+
+    monkeypatch.setattr(ddp_sites, "compressing", lambda options: noting)
+
+    @parwrap.distributed(gradient_as_bucket_view=view)
+    def gradients():
+        model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(8)))  # more than a first bucket
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):  # after the first, buckets are made anew
+            held.clear()
+            optimizer.zero_grad()
+            model(torch.ones(1, 300)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    grads = gradients()
+    beside = {*held} - {grad.untyped_storage().data_ptr() for grad in grads}
+    assert sum(held.values()) == sum(grad.nbytes for grad in grads) + signals[0].nbytes
+    assert sum(held[each] for each in beside) == (0 if view else sum(held.values()))
