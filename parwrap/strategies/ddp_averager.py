@@ -142,13 +142,13 @@ class GradientAverager:
 
     def run(self, call: Backward, exchange: Exchange) -> None:
         """Run ``call`` while its gradients are averaged, and send the numbers of ``exchange`` with them, which gets the means."""
-        self._compare_late()
+        if self._late is not None:
+            self._compare_late(*self._late)
         self._prepare(exchange)
         self._arm()
         call.run_with(self._root, self._signal)
-        unused: list[torch.Tensor] = []
-        while rest := unreached(self._reducer.reducer):
-            unused += self._send_nothing([self._ordered[place] for place in rest])
+        rest = unreached(self._reducer.reducer)
+        unused = self._send_nothing(rest) if rest else []
         self.has_local = False
         self._receive(exchange)
         if unused:
@@ -237,10 +237,15 @@ class GradientAverager:
             with torch.enable_grad():
                 self._reducer()
 
-    def _send_nothing(self, rest: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _send_nothing(self, rest: list[int]) -> list[torch.Tensor]:
         """Average parameters that this rank's loss did not reach too: other ranks may have gradients. Returns those without a gradient."""
-        unused = [p for p in rest if p.grad is None]
-        send_nothing(rest, self.sparse)
+        unused: list[torch.Tensor] = []
+        before: list[int] = []
+        while rest and rest != before:  # torch names a hundred at a time
+            parameters = [self._ordered[place] for place in rest]
+            unused += [p for p in parameters if p.grad is None]
+            send_nothing(parameters, self.sparse)
+            before, rest = rest, unreached(self._reducer.reducer)
         return unused
 
     def _clear(self, unused: list[torch.Tensor]) -> None:
@@ -265,11 +270,9 @@ class GradientAverager:
             if not bits[place]:
                 self.parameters[place].grad = None
 
-    def _compare_late(self) -> None:
+    def _compare_late(self, late: torch.Tensor, event: torch.cuda.Event, places: list[int]) -> None:
         """Raise if another rank had a gradient in the last backward of a parameter that all ranks were taken to leave out."""
-        if self._late is None:
-            return
-        (late, event, places), self._late = self._late, None
+        self._late = None
         event.synchronize()
         bits = late.tolist()
         if (used := next((self.parameters[place] for place in places if bits[place]), None)) is not None:
