@@ -340,6 +340,10 @@ class Positions:
         """Whether another rank of the node has raised, so that it takes no further step."""
         return any(_has_stopped(self._numbers[other * WORDS + STATE]) for other in self._others)
 
+    def has_stopped(self) -> bool:
+        """Whether this rank has raised, or has found that ranks are apart."""
+        return _has_stopped(self.now().state)
+
     def check_wait(self, since: float, what: str, patience: float = 10.0) -> None:
         """Raise if the node's first rank, for which this rank waits outside of any step, will never do what this rank waits for.
 

@@ -18,14 +18,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from torch.optim import Optimizer
+
 from parwrap.checks.positions import Page, Positions, State, apart, sentence
+from parwrap.errors import LockstepError
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.interrupts import Interrupts, noting_arrivals
 from parwrap.ranks.background import in_background
 from parwrap.ranks.group import Group
 from parwrap.ranks.store import SignedStore
 from parwrap.torch_private.distributed import abort_nccl
 
-__all__ = ["watched"]
+__all__ = ["Aborted", "watched"]
 
 PATIENCE = 2.0
 """Seconds in one step after which a rank counts as blocked."""
@@ -36,8 +40,50 @@ UNHEARD = 8.0
 """Seconds after which a signal that Python has not handled shows that this rank waits on its GPU for ranks that have failed."""
 
 
+class Aborted(Interceptor):
+    """Whether NCCL was aborted. Then no optimizer steps and nothing that the job trains is saved.
+
+    An abort ends an all-reduce before all ranks have taken part, and what the GPU was to do after it runs with what is there: a read of
+    a number returns, and a step that the script has begun before spoils the weights.
+
+    Args:
+        interrupts: holds signals.
+
+    Attributes:
+        spoiled: whether the abort may have changed what the job trains.
+    """
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+        self._why = ""
+        self._stepped = False  # since an interrupt was raised
+        self.spoiled = False
+
+    def note(self, why: str) -> None:
+        """Note that NCCL is about to be aborted because of ``why``.
+
+        All ranks raise an interrupt after the same backward, with the weights of the step before. A script that catches it may save these.
+        """
+        self.spoiled = not self._interrupts.raised or self._stepped
+        self._why = why
+
+    def step(self, optimizer: Optimizer) -> None:
+        if self._why:
+            raise LockstepError(f"no optimizer steps any more: {self._why}")
+        self._stepped = self._interrupts.raised
+
+    def check_save(self, is_checkpoint: Callable[[], bool]) -> None:
+        """Raise if weights may be spoiled and what is about to be saved, or was just written, is a checkpoint.
+
+        Raises:
+            LockstepError: so that an earlier checkpoint stays.
+        """
+        if self.spoiled and is_checkpoint():
+            raise LockstepError(f"no checkpoint is saved any more, so that an earlier one stays: {self._why}")
+
+
 @contextmanager
-def watched(group: Group, positions: Positions, interrupts: Interrupts, report: Callable[[str], None]) -> Iterator[None]:
+def watched(group: Group, positions: Positions, interrupts: Interrupts, report: Callable[[str], None]) -> Iterator[Aborted]:
     """Inside the block, end waits of this rank that would never end.
 
     On several nodes, end the process if the next rank can never meet this one. With NCCL, abort NCCL once another rank of the node
@@ -48,15 +94,19 @@ def watched(group: Group, positions: Positions, interrupts: Interrupts, report: 
         positions: the pages of this node.
         interrupts: holds signals.
         report: shows an error, also on ranks that are silent otherwise.
+
+    Yields:
+        whether NCCL was aborted.
     """
+    aborted = Aborted(interrupts)
     with ExitStack() as threads:
         if group.store is not None and not group.world.on_one_node:
             run = partial(_compare_with_other_nodes, group, positions, report)
             threads.enter_context(in_background(run, "parwrap watchdog"))
         if group.backend == "nccl":
-            run = partial(_let_go_of_failed, positions, interrupts, threads.enter_context(noting_arrivals()))
+            run = partial(_let_go_of_failed, positions, interrupts, aborted, threads.enter_context(noting_arrivals()))
             threads.enter_context(in_background(run, "parwrap watchdog of the GPU"))
-        yield
+        yield aborted
 
 
 def _compare_with_other_nodes(group: Group, positions: Positions, report: Callable[[str], None], stopped: threading.Event) -> None:
@@ -86,14 +136,27 @@ def _compare_with_other_nodes(group: Group, positions: Positions, report: Callab
                     os._exit(1)
 
 
-def _let_go_of_failed(positions: Positions, interrupts: Interrupts, arrived: Callable[[], bytes], stopped: threading.Event) -> None:
+def _let_go_of_failed(
+    positions: Positions, interrupts: Interrupts, aborted: Aborted, arrived: Callable[[], bytes], stopped: threading.Event
+) -> None:
     """Abort NCCL once a rank of the node has raised, or Python does not handle a signal: the main thread then waits no longer."""
     since: float | None = None
     while not stopped.wait(INTERVAL):
         failed, unheard = positions.another_raised(), interrupts.unheard(arrived())
         since = (since or time.monotonic()) if failed or unheard else None
         if since is not None and time.monotonic() - since > (PATIENCE if failed else UNHEARD):
+            because = "another rank has failed" if failed else "a signal to end came while this rank waited for its GPU"
+            error = positions.error(f"{because}. NCCL was aborted, and the last gradients may lack those of other ranks")
+            aborted.note(str(error))
+            raises = aborted.spoiled and not unheard and not positions.has_stopped()
+            if raises and positions.now().state == State.RUNS:
+                interrupts.raise_soon(error)  # the main thread may read a number that nothing averaged
+                raises = False
             if unheard:
                 interrupts.hold_no_more()
             abort_nccl()
+            while raises and not stopped.wait(INTERVAL / 10):  # a backward is not interrupted inside: what calls its hooks is no Python
+                if positions.now().state == State.RUNS:
+                    interrupts.raise_soon(error)
+                    return
             return

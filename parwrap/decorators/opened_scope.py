@@ -237,14 +237,16 @@ def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | Non
     # output and files
     if whole is not None:
         output = enter(output_of(whole.world.rank, log, heard))
-        check_wait = None
+        check_wait = check_save = None
         if strategy is not None and group is not None and interrupts is not None:
             positions = strategy.loop.same_step.positions
-            enter(watched(group, positions, interrupts, partial(_report, whole.world.rank, output)))
-            check_wait = positions.check_wait
+            aborted = enter(watched(group, positions, interrupts, partial(_report, whole.world.rank, output)))
+            check_wait, check_save = positions.check_wait, aborted.check_save
+            if group.backend == "nccl":
+                interceptors.append(aborted)
         enter(refusing_exec(whole.world.size))
         if whole.folder is not None:
-            files = enter(intercepting_files(whole, module, check_wait, _is_checkpoint))
+            files = enter(intercepting_files(whole, module, check_wait, _is_checkpoint, check_save))
             enter((group or whole).observed(replace(observer, files=files)))
         reading.append(HiddenGroup(script=bool(hidden)))
     elif script:

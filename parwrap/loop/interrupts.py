@@ -6,6 +6,7 @@ that backward all ranks raise. So the ranks of a script that catches the interru
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import stat
@@ -38,6 +39,7 @@ class Interrupts:
         self.raised = False
         self._handlers: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
+        self._error: Exception | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -67,7 +69,16 @@ class Interrupts:
             if signal.getsignal(number) == self._hold:  # else the script has set its own
                 signal.signal(number, before)
 
+    def raise_soon(self, error: Exception) -> None:
+        """Raise ``error`` in the main thread, from another one, once Python runs there; not if the script handles all signals itself."""
+        self._error = error
+        if (number := next((each for each in self._handlers if signal.getsignal(each) == self._hold), None)) is not None:
+            _thread.interrupt_main(signal.Signals(number))
+
     def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         if self.held is None and not self.raised:
             self.held = number
             self._timer = threading.Timer(LONGEST, self._waited, (number,))

@@ -23,7 +23,7 @@ from parwrap.rank_zero.replica import ReplicaFiles
 from parwrap.rank_zero.scratch import CheckWait, Overlay
 from parwrap.rank_zero.trackers import trackers_silent
 from parwrap.rank_zero.whole_files import remove_left
-from parwrap.rank_zero.writer import KeptReadable, WriterFiles, close_left_open
+from parwrap.rank_zero.writer import CheckSave, KeptReadable, WriterFiles, close_left_open
 from parwrap.ranks.group import Group
 from parwrap.ranks.world import IN_SCRATCH, World
 
@@ -44,7 +44,11 @@ def current() -> Files | None:
 
 @contextmanager
 def intercepting_files(
-    group: Group, module: str | None = None, check_wait: CheckWait | None = None, is_checkpoint: Callable[[Any], bool] = lambda thing: False
+    group: Group,
+    module: str | None = None,
+    check_wait: CheckWait | None = None,
+    is_checkpoint: Callable[[Any], bool] = lambda thing: False,
+    check_save: CheckSave | None = None,
 ) -> Iterator[Files]:
     """Let rank 0 alone write files inside the block; if the variable ``IN_SCRATCH`` is 1, not even rank 0.
 
@@ -53,6 +57,7 @@ def intercepting_files(
         module: the name of the running function's module, as in :func:`installed`.
         check_wait: called now and then while this rank waits for rank 0, with the time when the wait began and what it is for.
         is_checkpoint: whether an object that is saved is a checkpoint; any other is each rank's own.
+        check_save: called before rank 0 saves an object, and once it is written, with whether that is a checkpoint; it may raise.
 
     Yields:
         what handles this rank's file calls; call its ``crossed()`` after each barrier.
@@ -63,6 +68,8 @@ def intercepting_files(
     close_left_open()
     in_scratch = os.environ.get(IN_SCRATCH) == "1"
     files = _files(group.world, folder, group.timeout.total_seconds(), check_wait or (lambda since, place: None), in_scratch)
+    if check_save is not None and isinstance(files, WriterFiles):
+        files.check_save = check_save
     with _opened(files, module, is_checkpoint), trackers_silent() if in_scratch else nullcontext():
         yield files
 

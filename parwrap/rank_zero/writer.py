@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from parwrap.places import Place, running_line
 from parwrap.rank_zero.calls import Change, Opening, writes
@@ -28,7 +28,10 @@ from parwrap.rank_zero.whole_files import write_whole
 from parwrap.ranks.group import is_alone, is_on_one_rank
 from parwrap.ranks.platform import path_of
 
-__all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
+__all__ = ["CheckSave", "KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
+
+CheckSave: TypeAlias = Callable[[Callable[[], bool]], None]
+"""Raises if rank 0 may not save now; the argument says whether a checkpoint is saved."""
 
 MOST_KEPT = 64
 """The number of files to keep readable by descriptors. Checkpoints above that number are read by their path."""
@@ -176,12 +179,16 @@ class WriterFiles:
         progress: the changes that all ranks have made.
         folder: a folder for copies.
         size: the number of ranks.
+
+    Attributes:
+        check_save: called before an object is saved, and once it is written.
     """
 
     def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress, folder), Sites(), 0
         self.last_read = LastRead()
+        self.check_save: CheckSave = lambda is_checkpoint: None
         self._said: set[Place] = set()
         self._changed: set[str] = set()
         self._hidden: set[str] = set()  # what is in the journal since the last barrier
@@ -325,14 +332,21 @@ class WriterFiles:
         The other ranks can load a checkpoint, except from a buffer or a path that every rank writes.
         """
         path = saved_path(file)
+
+        def checked(place: Any) -> Any:
+            result = write(place)
+            self.check_save(is_checkpoint)  # while values came from the GPU they may have been spoiled
+            return result
+
+        self.check_save(is_checkpoint)
         if path is None or not self._rules.looks():
-            return write(file)
+            return checked(file)
         key = self._changes(path)
         with passing():
             if path is file:
-                result = write_whole(file, write)
+                result = write_whole(file, checked)
             else:
-                result = write(file)
+                result = checked(file)
                 file.flush()
             if key is not None:
                 if is_checkpoint():

@@ -69,12 +69,18 @@ def abort_nccl() -> None:
 
     Publicly, there is no way to do so from a thread while another one waits for a GPU.
     """
+    found = []
     for group in list(dist.distributed_c10d._world.pg_map) if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # it has no backend for GPUs
             backend = group._get_backend(torch.device("cuda"))
             backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper compares calls
             if isinstance(backend, dist.ProcessGroupNCCL):
-                backend.abort()
+                found.append(backend)
+    if found:
+        found[0]._group_start()  # the aborts of several communicators may wait for each other, as torch says where it aborts them
+        for backend in found:
+            backend.abort()
+        found[0]._group_end()
 
 
 GLOO_SPEAKS = torch.__version__ < (2, 11)  # type: ignore[operator]

@@ -89,7 +89,13 @@ OF_RANKS = (
 )
 """The private names that ranks use, each after its module or class. ``|`` separates the names that a thing has in different versions."""
 
-OF_GPUS = ("torch._C._cuda_getDeviceCount", "torch.cuda._device_count_amdsmi", "torch.cuda._device_count_nvml")
+OF_GPUS = (
+    "torch._C._cuda_getDeviceCount",
+    "torch.cuda._device_count_amdsmi",
+    "torch.cuda._device_count_nvml",
+    "torch.distributed.ProcessGroupNCCL._group_end",
+    "torch.distributed.ProcessGroupNCCL._group_start",
+)
 """The private names that ranks use and that builds of torch for CPUs do not have."""
 
 OF_LAUNCHER = (

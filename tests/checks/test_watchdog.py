@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -66,13 +67,50 @@ def after(seconds, act):
 
 
 @pytest.mark.parametrize("error", [ValueError(), LockstepError()])
-def test_a_rank_that_waits_for_its_gpu_is_let_go_when_another_rank_of_its_node_has_raised(error, gpu, pages, interrupts):
+def test_a_rank_that_waits_for_its_gpu_raises_when_another_rank_of_its_node_has_raised(error, gpu, pages, interrupts):
     after(0.05, lambda: pages[1].raised(error))
+    read = []
 
-    with watched(gpu, pages[0], interrupts, print):
+    def wait():
         gpu.wait()
+        read.append(1.0)  # a number that nothing averaged
 
-    assert [True] == gpu.aborted
+    with pytest.raises(LockstepError, match="another rank has failed"), watched(gpu, pages[0], interrupts, print):
+        wait()
+
+    assert ([True], []) == (gpu.aborted, read)
+
+
+def test_after_an_abort_no_optimizer_steps_and_only_what_is_no_checkpoint_is_saved(gpu, pages, interrupts):
+    """Also where the script has caught the error."""
+    with watched(gpu, pages[0], interrupts, print) as aborted:
+        for each in (lambda: True, lambda: False):
+            aborted.check_save(each)
+        aborted.step(None)
+        after(0.05, lambda: pages[1].raised(ValueError()))
+        with suppress(LockstepError):
+            gpu.wait()
+
+        aborted.check_save(lambda: False)
+        with pytest.raises(LockstepError, match=r"no checkpoint is saved any more.*another rank has failed"):
+            aborted.check_save(lambda: True)
+        with pytest.raises(LockstepError, match="no optimizer steps any more"):
+            aborted.step(None)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_script_that_has_caught_an_interrupt_may_save_unless_it_trains_on(steps, gpu, pages, interrupts):
+    with watched(gpu, pages[0], interrupts, print) as aborted:
+        with pytest.raises(Terminated):
+            interrupts.release(signal.SIGTERM)
+        if steps:
+            aborted.step(None)
+        pages[1].raised(KeyboardInterrupt())
+        with suppress(LockstepError):
+            gpu.wait()
+
+        with pytest.raises(LockstepError) if steps else nullcontext():
+            aborted.check_save(lambda: True)
 
 
 def test_it_is_let_go_when_a_signal_has_come_and_raises_at_once(gpu, pages, interrupts):

@@ -2,7 +2,8 @@
 
 A collective returns at once and is carried out later, in order, by a thread: what reads its result, or changes what it sends, before it
 waits, computes something else. Before each one the ranks compare what they are about to do; NCCL would hang, or mix up numbers.
-``shutdown`` waits for what is under way, as ``ncclCommFinalize`` does, and ``abort`` does not.
+``shutdown`` waits for what is under way, as ``ncclCommFinalize`` does, and ``abort`` does not: results are garbage then, and whoever waits
+for them goes on. The first collective connects the ranks, as ``ncclCommInitRank`` does, and waits there for all, abort or not.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
 import parwrap
-from parwrap.checks import same_step, same_weights
+from parwrap.checks import same_step, same_weights, watchdog
 from parwrap.ranks import group as groups
 from parwrap.strategies import ddp_averager
 
 NAME = "lagging"
+GARBAGE = 1e6
 SHORTEST, LONGEST = 0.0005, 0.004
 """Seconds that a collective is late."""
 
@@ -53,10 +55,13 @@ class Lagging(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("late", store), rank, size, timeout)
+        self._connecting: Any = dist.ProcessGroupGloo(dist.PrefixStore("connecting", store), rank, size, timeout)
         self._compared = dist.ProcessGroupGloo(dist.PrefixStore("compared", store), rank, size, timeout)
         self._size, self._late = size, random.Random(rank)
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._aborted = threading.Event()
+        self._under_way: dict[Future, tuple[list[torch.Tensor], Any]] = {}
+        self._ends = threading.Lock()
         self.posted: list[str] = []
         self.failed: Exception | None = None
         self._thread = threading.Thread(target=self._carry_out, daemon=True)
@@ -64,15 +69,29 @@ class Lagging(dist.ProcessGroup):
 
     def _carry_out(self) -> None:
         while (task := self._queue.get()) is not None:
-            what, start, result, future = task
+            what, start, future = task
             time.sleep(self._late.uniform(SHORTEST, LONGEST))
             try:
                 if self.failed is None:
                     self._compare(what)
                     start().wait()
-            except Exception as error:  # torch's reducer crashes at a future that has one
+            except DifferentCollectivesError as error:  # torch's reducer crashes at a future that has one
                 self.failed = error
-            future.set_result(result)
+            except RuntimeError as error:  # the other rank has ended, which NCCL does not notice
+                self.failed = error
+                self._aborted.wait()
+                return
+            self._end(future)
+
+    def _end(self, future: Future, garbage: float | None = None) -> None:
+        with self._ends:
+            if future not in self._under_way:
+                return
+            tensors, result = self._under_way.pop(future)
+        if garbage is not None:
+            for tensor in tensors:
+                tensor.fill_(garbage)
+        future.set_result(result)
 
     def _compare(self, what: str) -> None:
         mine = torch.tensor([int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")])
@@ -86,8 +105,12 @@ class Lagging(dist.ProcessGroup):
         if self.failed is not None or self._aborted.is_set():
             raise self.failed or RuntimeError("the process group was aborted")
         self.posted.append(what)
+        if self._connecting is not None:
+            connecting, self._connecting = self._connecting, None
+            connecting.barrier().wait()
         future: Future = Future()
-        self._queue.put((what, start, result, future))
+        self._under_way[future] = tensors, result
+        self._queue.put((what, start, future))
         return _create_work_from_future(future)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
@@ -121,6 +144,8 @@ class Lagging(dist.ProcessGroup):
         """Wait for nothing."""
         self._aborted.set()
         self._queue.put(None)
+        for future in list(self._under_way):
+            self._end(future, GARBAGE)
 
     @property
     def group_name(self) -> str:
@@ -231,6 +256,7 @@ def as_on_gpus() -> Iterator[Lagging]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "torch_backend", lambda backend: NAME)
         patch.setattr(groups, "_current", None)
+        patch.setattr(watchdog, "abort_nccl", lambda: dist.group.WORLD.abort())
         for module in (ddp_averager, same_step, same_weights):
             patch.setattr(module, "torch", _Torch("torch"))
         patch.setattr(ddp_averager, "Future", lambda devices: Future())

@@ -20,6 +20,7 @@ def test_a_rank_that_fails_does_not_wait_for_collectives_that_others_never_join(
     began = time.monotonic()
 
     def fail():
+        dist.all_reduce(torch.ones(1))  # connects the ranks
         if parwrap.rank() == 0:
             store.wait(["rank 1 has left"], timedelta(seconds=20))
         else:

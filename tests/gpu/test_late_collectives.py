@@ -220,6 +220,7 @@ def test_ranks_that_post_different_collectives_are_found_out():
 @pytest.mark.ranks(2, fresh=True)
 def test_a_result_that_is_not_waited_for_is_not_there_yet():
     with as_on_gpus():
+        dist.all_reduce(torch.ones(1))  # connects the ranks
         sent = torch.ones(2)
         work = dist.all_reduce(sent, async_op=True)
         early = sent.clone()

@@ -37,12 +37,13 @@ def test_gloo_goes_on_when_nccl_is_aborted():
 
 
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
-def test_nccl_is_aborted_inside_of_torchs_wrapper_for_debugging(level, monkeypatch):
+def test_all_communicators_are_aborted_together_also_inside_of_torchs_wrapper_for_debugging(level, monkeypatch):
     """Here gloo stands for NCCL, which no build for CPUs has."""
-    aborted = []
+    did = []
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", dist.ProcessGroupGloo, raising=False)
-    monkeypatch.setattr(dist.ProcessGroupGloo, "abort", lambda self: aborted.append(self), raising=False)
+    for name in ("_group_start", "abort", "_group_end"):
+        monkeypatch.setattr(dist.ProcessGroupGloo, name, lambda self, name=name: did.append(name), raising=False)
     before = dist.get_debug_level()
     dist.set_debug_level(level)
     try:
@@ -51,7 +52,7 @@ def test_nccl_is_aborted_inside_of_torchs_wrapper_for_debugging(level, monkeypat
     finally:
         dist.set_debug_level(before)
 
-    assert 2 == len(aborted)
+    assert ["_group_start", "abort", "abort", "_group_end"] == did
 
 
 def test_another_group_can_be_the_default():
