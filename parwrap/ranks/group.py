@@ -91,6 +91,17 @@ class Group:
     folder: Path | None = None
     control: dist.ProcessGroup | None = None
     observer: Observer = field(default_factory=Observer)
+    _connected: bool = False
+
+    def connect(self) -> None:
+        """Connect the ranks, once, while all of them are known to be here.
+
+        A communicator of NCCL is made at its first collective, and nothing ends a rank that waits there for one that has failed. When the
+        process group starts would be too early: a script sets variables of CUDA's allocator before CUDA starts.
+        """
+        if not self._connected and self.backend == "nccl":
+            dist.all_reduce(torch.zeros(1, device=self.device))
+            self._connected = True
 
     def control_message(self, kind: str) -> AbstractContextManager[Callable[[], None]]:
         """The context manager in which a control message of this ``kind`` is sent; in an open scope it checks lockstep.

@@ -401,6 +401,7 @@ def made_equal(
     with group.control_message(f"the weights at the first {at}"):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
         most, least, *anywhere = largest.tolist()
+        group.connect()
         differ = most != -least and take_rank_zeros(group, parameters) is Differ.MORE
     if differ and (why := next(filter(None, map(because, parameters)), "")):
         raise RankMismatchError(f"the weights of the ranks differ at their first {at}, because {why} ({script_place()}).")

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import parwrap
 from lagging_backend import as_on_gpus
@@ -47,3 +48,23 @@ def test_a_script_that_ends_by_itself_waits_for_its_collectives():
         end()
 
     assert 2.0 == sent
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_ranks_are_connected_before_a_backward_in_which_one_may_run_out_of_memory():
+    """Nothing would end the other rank, which waits in ``ncclCommInitRank``."""
+    before_the_gradients = []
+
+    def train():
+        model = nn.Linear(2, 2)
+        model.weight.register_hook(lambda grad: before_the_gradients.append(list(process_group.posted)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with as_on_gpus() as process_group:
+        parwrap.distributed(train)()
+
+    assert ["all-reduce of 1 torch.float32 torch.strided"] == before_the_gradients[0]
+    assert 1 == process_group.posted.count(before_the_gradients[0][0])
