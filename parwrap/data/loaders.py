@@ -52,13 +52,14 @@ from parwrap.data.samplers import (
 from parwrap.data.sources import PassIterator, PassIterators, Read
 from parwrap.data.stateful import Reading, forwarded_states, take_state
 from parwrap.data.streams import CollatePart, EndsTogether, part_of_stream, was_split
-from parwrap.errors import UsageError
+from parwrap.errors import UsageError, counted
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop import random_streams
 from parwrap.loop.one_pass import Batch, Pass
 from parwrap.loop.optimizers import Optimizers
 from parwrap.options import Options
-from parwrap.places import Line, call_stack, script_place, warn
+from parwrap.places import Line, Place, call_stack, script_place, warn
+from parwrap.ranks.device import cores
 from parwrap.ranks.group import Group, is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
@@ -148,6 +149,15 @@ class _Known:
     iterated: weakref.ref[PassIterator] | None = None
 
 
+def too_many(workers: int, ranks: int, available: int) -> bool:
+    """Whether ``ranks`` with so many ``workers`` each start more than twice as many as there are cores. Some wait for a disk.
+
+    >>> too_many(8, 8, 8), too_many(2, 8, 8), too_many(4, 1, 1)
+    (True, False, False)
+    """
+    return ranks > 1 and ranks * workers > 2 * available
+
+
 class Loaders(Interceptor):
     """Gives each rank its share of training passes, and everything of all other passes and of replicated loaders.
 
@@ -156,11 +166,20 @@ class Loaders(Interceptor):
         options: a function that returns the options of the innermost running function.
         optimizers: the optimizers of the script.
         iterators: makes iterators, and begins and ends their passes.
+        say: prints a line on rank 0.
     """
 
     samples_in = staticmethod(samples_in)
 
-    def __init__(self, group: Group, options: Callable[[], Options], optimizers: Optimizers, iterators: PassIterators) -> None:
+    def __init__(
+        self,
+        group: Group,
+        options: Callable[[], Options],
+        optimizers: Optimizers,
+        iterators: PassIterators,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._say, self._said_workers = say, False
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
         self._options, self._optimizers, self._iterators = options, optimizers, iterators
         self._passes, self._loops = iterators.passes, iterators.loops
@@ -182,6 +201,16 @@ class Loaders(Interceptor):
         self.known(loader).iterated = weakref.ref(made)
         return made
 
+    def _count_workers(self, workers: int, place: Place) -> None:
+        """Say once that this node starts many more workers than it has cores: a script that starts one for each core does, on each rank."""
+        ranks, available = self._group.world.local_size, cores()
+        if too_many(workers, ranks, available):
+            self._said_workers = True
+            self._say(
+                f"the loader read at {place} starts {workers} workers on each of {ranks} ranks of this node, on "
+                f"{counted(available, 'core')}. num_workers={max(1, available // ranks)} is a worker for each core"
+            )
+
     def starts_thread(self, thread: threading.Thread) -> None:
         self._loops.starts_thread(thread, sys._getframe(1))
 
@@ -196,6 +225,8 @@ class Loaders(Interceptor):
         # without workers it was drawn when the iterator was made; with workers, torch reads ahead then: its sampler draws next
         seed = self._workers_seed(loader) if opened.trains and loader.num_workers else iterator.workers_seed
         self._check_lengths(loader, opened, first=not known.trained)
+        if loader.num_workers and not self._said_workers:
+            self._count_workers(loader.num_workers, opened.place)
         if opened.shared:
             with self._drawing():
                 copy = self._share(loader, known, opened)

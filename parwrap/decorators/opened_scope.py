@@ -281,7 +281,8 @@ def _prepare_training(
     number = _share_streams(group)  # from here on, the pages of all ranks are there
     streams.begin(number if options.now.seed is None else 0)
     divisors = Divisors(group, passes, options)
-    totals = Totals(group.world.size, passes, (lambda text: None) if silent else say)
+    unless_quiet: Callable[[str], None] = (lambda text: None) if silent else say
+    totals = Totals(group.world.size, passes, unless_quiet)
     observer = _Observer(same_step, totals)
     undo.enter_context(group.observed(observer))
     loop = Loop(group, options, passes, optimizers, modules, losses, divisors, same_step, totals)
@@ -293,7 +294,7 @@ def _prepare_training(
     undo.callback(made.close)
     iterators = PassIterators(passes, Loops(passes, optimizers), totals, made.begins_pass, group.world.size)
     undo.callback(iterators.close)
-    loaders = Loaders(group, options, optimizers, iterators)
+    loaders = Loaders(group, options, optimizers, iterators, unless_quiet)
     undo.enter_context(loaders.forwarding_states())
     shared: list[Interceptor] = []
     if traits.one_model:

@@ -832,3 +832,30 @@ def test_persistent_workers_read_everything_in_evaluation_between_training_passe
                 assert list(range(16)) == [sample for batch in loader for sample in samples(batch)]
             assert list(range(parwrap.rank(), 16, 2)) == trained_on
         del loader
+
+
+@pytest.mark.ranks(2)
+def test_more_workers_than_cores_are_said_once_on_rank_0(monkeypatch, capsys):
+    monkeypatch.setattr("parwrap.data.loaders.cores", lambda: 1)
+
+    @parwrap.distributed
+    def train(workers):
+        for _ in range(2):
+            list(DataLoader(range(8), num_workers=workers))
+
+    train(1)
+    fits = capsys.readouterr().err
+    train(2)
+    said = capsys.readouterr().err
+
+    assert "workers" not in fits
+    assert said.count("starts 2 workers on each of 2 ranks of this node, on 1 core. num_workers=1 is") == (parwrap.rank() == 0)
+
+
+@pytest.mark.ranks(2)
+def test_quiet_says_nothing_of_workers(monkeypatch, capsys):
+    monkeypatch.setattr("parwrap.data.loaders.cores", lambda: 1)
+    monkeypatch.setenv("PARWRAP_QUIET", "1")
+    parwrap.distributed(lambda: list(DataLoader(range(8), num_workers=2)))()
+
+    assert "workers" not in capsys.readouterr().err
