@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parwrap.errors import counted
 from parwrap.places import Place
+from parwrap.ranks.device import most_allocated
 from parwrap.ranks.group import Group
 
 __all__ = ["Clock", "summary"]
@@ -75,8 +76,8 @@ def summary(group: Group, clock: Clock, steps: int, warned: int) -> str | None:
 
 def _peak_memory(group: Group) -> int:
     """The most memory that this rank has had, in bytes: that of its tensors on its GPU, or of the process if it has put none there."""
-    if group.device.type == "cuda" and (on_gpu := torch.cuda.max_memory_allocated(group.device)):
-        return on_gpu
+    if on_accelerator := most_allocated(group.device):
+        return on_accelerator
     try:
         import resource
     except ImportError:  # Windows

@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.places import running_line, script_place
+from parwrap.ranks.device import drawing_module
 
 __all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states", "states_kept"]
 
@@ -68,24 +69,31 @@ def next_scope() -> int:
 
 
 class _Torch:
-    """Torch's stream on the CPU, and that of the current GPU once CUDA has started."""
+    """Torch's stream on the CPU, and that of the current GPU or other accelerator once it has started."""
 
     def get(self) -> Any:
-        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return torch.default_generator.get_state(), gpu
+        return torch.default_generator.get_state(), _accelerators_state()
 
     def set(self, state: Any) -> None:
         torch.default_generator.set_state(state[0])
-        if torch.cuda.is_initialized():
-            if state[1] is None:  # CUDA has started since
-                torch.cuda.manual_seed(torch.default_generator.initial_seed())
+        if (module := drawing_module()) is not None:
+            if state[1] is None:  # it has started since
+                module.manual_seed(torch.default_generator.initial_seed())
             else:
-                torch.cuda.set_rng_state(state[1])
+                module.set_rng_state(state[1])
 
     def seeded(self, seed: int) -> Any:
-        cpu = torch.Generator().manual_seed(seed)
-        gpu = torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_initialized() else None
-        return cpu.get_state(), gpu
+        accelerators = before = _accelerators_state()
+        if before is not None:
+            module = drawing_module()
+            module.manual_seed(seed)
+            accelerators = module.get_rng_state()
+            module.set_rng_state(before)
+        return torch.Generator().manual_seed(seed).get_state(), accelerators
+
+
+def _accelerators_state() -> torch.Tensor | None:
+    return None if (module := drawing_module()) is None else module.get_rng_state()
 
 
 class _Numpy:
@@ -278,18 +286,17 @@ class RandomStreams(Interceptor):
 
 def get_states() -> tuple[Any, ...]:
     """The states of the streams that torch, numpy and Python draw from now."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), np.random.get_state(), random.getstate(), gpu
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), _accelerators_state()
 
 
 def set_states(states: tuple[Any, ...]) -> None:
     """Put back what :func:`get_states` returned."""
-    cpu, numpys, pythons, gpu = states
+    cpu, numpys, pythons, accelerators = states
     torch.set_rng_state(cpu)
     np.random.set_state(numpys)
     random.setstate(pythons)
-    if gpu is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(gpu)
+    if accelerators is not None and (module := drawing_module()) is not None:
+        module.set_rng_state(accelerators)
 
 
 @contextmanager

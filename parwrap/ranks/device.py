@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,9 @@ __all__ = [
     "choose_device",
     "cores",
     "cuda_has_started",
+    "drawing_module",
     "gpu_count",
+    "most_allocated",
     "of_sharing",
     "see_only",
     "torch_backend",
@@ -45,7 +48,16 @@ _given: str | None = None
 
 
 def of_sharing(ranks: int, gpus: int, option: str) -> str:
-    """The message for ``ranks`` that share ``gpus`` although the user has not given the ``option`` for that."""
+    """The message for ``ranks`` that share ``gpus`` although the user has not given the ``option`` for that.
+
+    Raises:
+        LaunchError: they are accelerators that ranks cannot share.
+    """
+    if kind := _other_accelerator():
+        raise LaunchError(
+            f"{ranks} ranks are more than the {counted(gpus, f'{kind} device')} of this node, and ranks cannot share them. Start at most "
+            f"{counted(gpus, 'rank')} per node."
+        )
     return (
         f"{ranks} ranks share {counted(gpus, 'GPU')} over gloo, because nccl needs a GPU for each. This shows what {ranks} ranks "
         f"train, but is no faster than {counted(gpus, 'rank')}. Add {option} to hide this message."
@@ -98,6 +110,23 @@ def gpu_count() -> int:
 def cuda_has_started() -> bool:
     """Whether torch has initialized CUDA in this process. The driver alone may have started before."""
     return torch.cuda.is_initialized()
+
+
+def drawing_module() -> Any:
+    """Torch's module of the accelerator that has started in this process, if it has a random stream; otherwise ``None``."""
+    if torch.cuda.is_initialized():
+        return torch.cuda
+    if (kind := _other_accelerator()) is None:
+        return None
+    module = torch.get_device_module(kind)
+    draws = hasattr(module, "get_rng_state") and getattr(module, "is_initialized", lambda: True)()
+    return module if draws else None
+
+
+def most_allocated(device: torch.device) -> int:
+    """The most bytes that tensors have had on ``device``; 0 on the CPU, and where torch does not count them."""
+    counts = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return counts(device) if counts else 0
 
 
 def _other_accelerator() -> str | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from parwrap.errors import LaunchError
+from parwrap.loop.random_streams import ALL, RandomStreams, get_states, set_states
 from parwrap.ranks import device
 from parwrap.ranks.world import World
 
@@ -86,11 +87,33 @@ def test_the_launcher_starts_a_rank_on_each(tmp_path):
     assert stdout.startswith("ranks      2 ranks on 1 node\n"), stderr
 
 
+def test_the_launcher_refuses_more_ranks_than_accelerators_as_the_ranks_do(tmp_path):
+    counting = "from parwrap.run import main\nif __name__ == '__main__': sys.exit(main(['--nproc-per-node', '3', 'train.py']))"
+    process = run(tmp_path, counting, sys.executable)
+    stdout, stderr = process.communicate(timeout=60)
+
+    said = "3 ranks are more than the 2 npu devices of this node, and ranks cannot share them. Start at most 2 ranks per node."
+    assert said in " ".join(stderr.split())
+    assert (2, "") == (process.returncode, stdout)
+
+
 class Module:
-    """The module of a simulated kind of accelerator."""
+    """The module of a simulated kind of accelerator, with a random stream, which draws the numbers after its seed."""
 
     def __init__(self, count):
-        self.count, self.current = count, None
+        self.count, self.current, self.drawn = count, None, 0
+
+    def manual_seed(self, seed):
+        self.drawn = seed
+
+    def get_rng_state(self):
+        return torch.tensor(self.drawn)
+
+    def set_rng_state(self, state):
+        self.drawn = int(state)
+
+    def max_memory_allocated(self, device):
+        return 7
 
     def is_available(self):
         return self.count > 0
@@ -136,6 +159,31 @@ def test_several_ranks_train_on_the_cpu_beside_one_that_they_cannot_use(accelera
     accelerators(kind, count)
 
     assert (torch.device("cpu"), 0) == (device.choose_device(World(1, 2, 1, 2), None), device.gpu_count())
+
+
+def test_the_random_stream_of_an_accelerator_belongs_to_a_set(accelerators):
+    """As CUDA's: shared outside of training passes, and in them each rank's own."""
+    module = accelerators("xpu", 4)
+    streams = RandomStreams(rank=2)
+    module.manual_seed(10)
+    streams.begin(0)
+    with streams.used(ALL):
+        own = module.drawn
+        module.drawn += 1
+
+    assert 10 == module.drawn != own
+    with streams.used(ALL):
+        assert own + 1 == module.drawn
+    states = get_states()
+    module.manual_seed(5)
+    set_states(states)
+    assert 10 == module.drawn
+
+
+def test_the_peak_memory_is_that_of_the_accelerator(accelerators):
+    accelerators("xpu", 4)
+
+    assert (7, 0) == (device.most_allocated(torch.device("xpu", 0)), device.most_allocated(torch.device("cpu")))
 
 
 def test_torch_names_the_backend():
