@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 MADE = shutil.ignore_patterns(".git", ".nox", ".venv", ".*_cache", ".hypothesis", "*.egg-info", "__pycache__", "build", "dist")
 """What is in a checkout and not in a fresh clone."""
 
-FOR_DEVELOPERS = {"test", "examples", "bench"}
+FOR_DEVELOPERS = {"test", "examples", "bench", "docs", "dev"}
 """Extras for a clone."""
 
 TRAINING = """
@@ -109,6 +109,51 @@ def test_the_metadata_is_as_an_index_wants_it(built):
 
     assert ("BSD-3-Clause", parwrap.__version__) == (metadata["License-Expression"], metadata["Version"])
     assert "torch>=2.9" in metadata.get_all("Requires-Dist")
+    assert declared() == set(metadata.get_all("Provides-Extra"))
+    assert [] == re.findall(r"<(?:docs|examples)/|:: docs/", metadata.get_payload())  # links that an index could not follow
+
+
+USERS = """
+import parwrap
+
+
+@parwrap.distributed(batch="global", seed=0)
+def train(epochs: int) -> float:
+    return parwrap.total(1.0) * epochs
+
+
+@parwrap.evaluate(reduce="sum")
+def count(number: int) -> int:
+    return number
+
+
+reveal_type(train(3))
+reveal_type(count(3))
+reveal_type(parwrap.world_size())
+parwrap.distributed(no_such_option=1)
+"""
+"""What a user checks. The last line is an error that a type checker has to find."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wheel", "editable"])
+def test_a_type_checker_sees_the_package(how, built, fresh, tmp_path):
+    python, _ = fresh
+    options = ["--no-index", "--no-build-isolation", "--no-deps"]
+    source = built[1] if how == "wheel" else built[0].parents[1] / "checkout"
+    run(python, "-m", "pip", "install", *options, *(["-e"] if how == "editable" else []), source, cwd=tmp_path)
+    (tmp_path / "user.py").write_text(USERS)
+    found = subprocess.run(
+        [python, "-m", "mypy", "--strict", "user.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout
+
+    assert ["float", "int", "int"] == re.findall(r'Revealed type is "(?:builtins\.)?(\w+)"', found), found
+    assert ["18"] == re.findall(r"user\.py:(\d+): error:", found), found
 
 
 @pytest.mark.slow
@@ -133,11 +178,16 @@ def test_the_version_is_the_same_everywhere():
     assert f"**{parwrap.__version__}**" in (ROOT / "CHANGES.rst").read_text("utf-8")
 
 
+def declared():
+    """The names of the extras."""
+    section = (ROOT / "pyproject.toml").read_text("utf-8").split("[project.optional-dependencies]")[1].split("\n[")[0]
+    return set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
 def test_every_extra_is_in_the_readme_and_in_the_docs_of_its_feature():
-    declared = set(re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text("utf-8"), re.MULTILINE))
     listed = dict(re.findall(r"^``(\w+)``  +(.+)$", (ROOT / "README.rst").read_text("utf-8"), re.MULTILINE))
     pages = {extra: re.findall(r"<(docs/\w+\.rst)>", line) for extra, line in listed.items()}
 
-    assert declared - FOR_DEVELOPERS == pages.keys()
+    assert declared() - FOR_DEVELOPERS - {"all"} == pages.keys()
     for extra, (page,) in pages.items():
         assert f"pip install 'parwrap[{extra}]'" in (ROOT / page).read_text("utf-8"), page

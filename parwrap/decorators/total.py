@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -16,13 +16,15 @@ from parwrap.ranks.collectives import ALIKE, as_sums, group_for, summed
 from parwrap.ranks.group import Group
 from parwrap.ranks.structures import described, difference, leaves, mapped
 
+T = TypeVar("T")
+
 __all__ = ["total"]
 
 ROUNDING = 256
 """How many units in the last place two numbers of a whole pass may differ: processors of different kinds round differently."""
 
 
-def total(values: Any, *, of: Any = None) -> Any:
+def total(values: T, *, of: Any = None) -> T:
     """Return ``values``, computed from the last pass over a loader, for the samples that all ranks have read in it. All ranks call it.
 
     If ranks have read shares, the values of all ranks are added up. If every rank has read everything, the values are returned as they

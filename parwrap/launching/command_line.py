@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from parwrap.errors import UsageError
@@ -58,7 +60,12 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
 
 def parse_options(parser: argparse.ArgumentParser, options: list[str], script: Sequence[str]) -> argparse.Namespace:
     """Parse ``options`` from :func:`split_at_script`, and set ``training_script`` and ``training_script_args`` from ``script``."""
-    arguments = parser.parse_args([*options, *(["script"] if script else [])])  # a placeholder, which never looks like an option
+    placeholder = ["script"] if script else []  # it never looks like an option
+    try:
+        arguments = parser.parse_args([*options, *placeholder])
+    except BrokenPipeError:  # of a help text, whose reader has seen enough, as ``head`` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
+        parser.exit()
     arguments.training_script, *arguments.training_script_args = script
     return arguments
 

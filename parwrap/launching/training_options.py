@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from parwrap.errors import UsageError
 from parwrap.options import CHOICES
@@ -93,12 +93,37 @@ OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
 """The other options of these decorators, each with the name of its decorator and its arguments of ``argparse``."""
 
 
+class _Completion(argparse.Action):
+    """Prints what makes a shell complete the commands of parwrap, and the options of those that run a script."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, shell: Any, *of_option: Any) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            raise UsageError("--print-completion needs shtab: pip install 'parwrap[completion]'.") from None
+        command = argparse.ArgumentParser(prog="parwrap")
+        commands = command.add_subparsers()
+        options = argparse.ArgumentParser(add_help=False)
+        for each in parser._actions:
+            if names := [name for name in each.option_strings if "_" not in name]:
+                value = {"action": "store_true"} if each.nargs == 0 else {"choices": each.choices, "metavar": each.metavar}
+                options.add_argument(*names, help=each.help, **value)
+        options.add_argument("script", nargs="...").complete = shtab.FILE  # type: ignore[attr-defined]
+        for name in ("run", "explain", "verify", "scaling"):
+            commands.add_parser(name, parents=[options], add_help=False, help=name)  # shtab skips those without a help
+        commands.add_parser("doctor", help="doctor")
+        print(shtab.complete(command, shell=shell))
+        parser.exit()
+
+
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add all options of this file to ``group``. Parsed arguments have no attribute for an option that is not given."""
     others = {name: arguments for name, (_, arguments) in OF_DECORATORS.items()}
     for name, arguments in {**SCOPE_OPTIONS, **DECORATORS, **others}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
         group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
+    spellings = ("--print-completion", "--print_completion")
+    group.add_argument(*spellings, action=_Completion, choices=("bash", "zsh", "tcsh"), help="print what completes options in that shell")
 
 
 def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from parwrap.ranks.agreement import agree, agree_on, first_other, home
 from parwrap.ranks.group import Group, is_alone, is_outside, open_group, world_size
 from parwrap.ranks.structures import Structure, described, difference, leaves, mapped, mixed_dtypes, number_dtype
 from parwrap.ranks.world import detect
+
+T = TypeVar("T")
 
 __all__ = [
     "ALIKE",
@@ -96,7 +98,7 @@ def reduce_mean(x: Any) -> Any:
     return _reduce("reduce_mean", x, group_for("reduce_mean"), lambda total, size: total / size)
 
 
-def gather(x: Any) -> list[Any]:
+def gather(x: T) -> list[T]:
     """Every rank's ``x``, as a list in the order of ranks, on every rank.
 
     Args:
@@ -127,7 +129,7 @@ def gathered(x: Any, group: Group | None) -> list[Any]:
     return [_moved(each, group.device) for each in _unpickled("gather", pickled, range(group.world.size))]
 
 
-def broadcast(x: Any, src: int = 0) -> Any:
+def broadcast(x: T, src: int = 0) -> T:
     """Rank ``src``'s ``x``, on every rank. The values of other ranks are ignored.
 
     Args:

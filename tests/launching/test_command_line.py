@@ -1,6 +1,7 @@
 """Options of ``parwrap.run`` stand before the script; what follows is the script's own and arrives unchanged."""
 
 import json
+import os
 import string
 import subprocess
 import sys
@@ -180,3 +181,24 @@ def test_one_rank_reads_stdin_and_stops_at_a_breakpoint(tmp_path, environ):
 
     assert ended.stdout.startswith("a\n> ")
     assert ended.stdout.endswith("(Pdb) b\n")
+
+
+def test_a_reader_that_leaves_ends_a_help_text_without_a_traceback(environ):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "parwrap.run", "--help-all"]
+    with os.fdopen(write, "w") as gone:
+        ended = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, env=environ)
+
+    assert (0, "") == (ended.returncode, ended.stderr)
+
+
+def test_a_shell_completes_commands_and_options(capsys):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit):
+        PARSER.parse_args(["--print-completion", "bash"])
+    typed = 'COMP_WORDS=(parwrap {}); COMP_CWORD={}; _shtab_parwrap; echo "${{COMPREPLY[@]}}"'
+    script = "\n".join([capsys.readouterr().out, typed.format("ver", 1), typed.format("run --strat", 2)])
+    completed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+
+    assert ["verify", "--strategy"] == completed.split()
