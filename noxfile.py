@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nox
 
-TORCHES = ["2.9", "2.10", "2.11", "2.12", "2.13", "2.14"]
+TORCHES = ["2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NUMPYS = ["1.26"]
 
@@ -75,3 +75,12 @@ def package(session: nox.Session) -> None:
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build")
     session.run("python", "-m", "twine", "check", "--strict", "dist/*")
+
+
+@nox.session(python=PYTHON)
+def docs(session: nox.Session) -> None:
+    """Build the site in build/site, and open it in a browser unless ``-- --no-open`` is given."""
+    session.install(f"torch=={TORCH}.*", "-e", ".[docs]", *constraints(session))
+    session.run("python", "-m", "sphinx", "-W", "-n", "--keep-going", "docs", "build/site")
+    if "--no-open" not in session.posargs:
+        session.run("python", "-m", "webbrowser", Path("build/site/index.html").resolve().as_uri())

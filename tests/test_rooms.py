@@ -3,9 +3,12 @@
 import ast
 import io
 import re
+import runpy
 from pathlib import Path
 
+from docutils import nodes
 from docutils.core import publish_doctree
+from docutils.parsers.rst import Directive, directives, roles
 
 import parwrap
 
@@ -82,14 +85,54 @@ def test_no_public_name_is_also_that_of_a_room():
     assert set() == set(parwrap.__all__) & set(ROOMS)
 
 
+class OfTheSite(Directive):
+    """A directive of Sphinx or of ``docs/site_pages.py``, which docutils does not know. A build of the site checks it."""
+
+    has_content = final_argument_whitespace = True
+    optional_arguments = 1
+    option_spec = dict.fromkeys(("caption", "maxdepth", "start-at", "end-before", "pyobject", "dedent"), directives.unchanged)
+
+    def run(self):
+        return []
+
+
+for name in (
+    "toctree",
+    "literalinclude",
+    "tab-set",
+    "example",
+    "command-line",
+    "currentmodule",
+    "autoclass",
+    "autofunction",
+    "autoexception",
+):
+    directives.register_directive(name, OfTheSite)
+roles.register_generic_role("class", nodes.literal)
+
+
 def test_pages_are_well_formed_and_their_links_lead_to_pages():
-    for page in [DOCS.parent / "README.rst", *DOCS.glob("*.rst")]:
+    for page in [DOCS.parent / "README.rst", *DOCS.rglob("*.rst")]:
         complaints = io.StringIO()
-        publish_doctree(page.read_text(), settings_overrides={"warning_stream": complaints, "report_level": 2})
-        links = re.findall(r"<([\w/]+\.rst)>", page.read_text())
+        publish_doctree(page.read_text(), str(page), settings_overrides={"warning_stream": complaints, "report_level": 2})
+        links = re.findall(r"<([\w/.]+\.rst)>", page.read_text())
 
         assert "" == complaints.getvalue(), page
         assert [] == [link for link in links if not (page.parent / link).exists()], page
+
+
+def test_the_reference_has_every_public_name():
+    page = (DOCS / "reference" / "api.rst").read_text()
+
+    assert sorted(parwrap.__all__) == sorted(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+
+
+def test_the_pictures_are_those_that_the_program_draws():
+    draw = runpy.run_path(str(DOCS / "draw.py"))
+
+    assert {name: make() for name, make in draw["PICTURES"].items()} == {
+        path.name: path.read_text() for path in (DOCS / "pictures").iterdir()
+    }
 
 
 def test_files_of_tests_have_different_names():
