@@ -100,7 +100,7 @@ class _Completion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            raise UsageError("--print-completion needs shtab: pip install 'parwrap[completion]'.") from None
+            raise UsageError("--shell-completion needs shtab: pip install 'parwrap[completion]'.") from None
         command = argparse.ArgumentParser(prog="parwrap")
         commands = command.add_subparsers()
         options = argparse.ArgumentParser(add_help=False)
@@ -122,7 +122,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     for name, arguments in {**SCOPE_OPTIONS, **DECORATORS, **others}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
         group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
-    spellings = ("--print-completion", "--print_completion")
+    spellings = ("--shell-completion", "--shell_completion")
     group.add_argument(*spellings, action=_Completion, choices=("bash", "zsh", "tcsh"), help="print what completes options in that shell")
 
 

@@ -196,7 +196,7 @@ def test_a_reader_that_leaves_ends_a_help_text_without_a_traceback(environ):
 def test_a_shell_completes_commands_and_options(capsys):
     pytest.importorskip("shtab")
     with pytest.raises(SystemExit):
-        PARSER.parse_args(["--print-completion", "bash"])
+        PARSER.parse_args(["--shell-completion", "bash"])
     typed = 'COMP_WORDS=(parwrap {}); COMP_CWORD={}; _shtab_parwrap; echo "${{COMPREPLY[@]}}"'
     script = "\n".join([capsys.readouterr().out, typed.format("ver", 1), typed.format("run --strat", 2)])
     completed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
