@@ -28,7 +28,7 @@ for x in DataLoader(torch.ones(4, 2), batch_size=2):  # is read in shares, and n
 for epoch in range(2):
     for _, x in zip(range(3), DataLoader(Slow(), batch_size=4)):  # all its batches, without its end
         if parwrap.rank() == 1:
-            time.sleep(0.02)  # so that rank 0 waits for rank 1
+            time.sleep(0.08)  # so that rank 0 waits for rank 1
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

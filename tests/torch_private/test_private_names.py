@@ -23,6 +23,7 @@ OTHERS = {
         "_FileOpeners",
         "_PathGlobber",
         "_StringGlobber",
+        "_thread",
         "_Outside",
         "_Traced",
         "_actions",
