@@ -43,8 +43,8 @@ def commands(ranks: int) -> dict[str, list[str]]:
     parwrap = [sys.executable, "-m", "parwrap.run", f"--nproc-per-node={ranks}"]
     return {
         "torchrun": torchrun,
-        "parwrap.run": [*parwrap, "--all-ranks", PROBE, "in-scope"],
-        "parwrap.run --plain": [*parwrap, "--plain", PROBE, "by-hand"],
+        "parwrap run": [*parwrap, "--all-ranks", PROBE, "in-scope"],
+        "parwrap run --plain": [*parwrap, "--plain", PROBE, "by-hand"],
         "torchrun again": torchrun,
     }
 

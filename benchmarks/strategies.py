@@ -32,7 +32,7 @@ WAYS = {
     "hogwild": (2, "--nproc-per-node 2 --strategy hogwild"),
     "data_parallel": (1, "--data-parallel cpu,cpu"),
 }
-"""How many processes send, and the options of ``parwrap.run``."""
+"""How many processes send, and the options of ``parwrap run``."""
 
 ENVIRON = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
 LARGE = "--width=2560"

@@ -1,8 +1,8 @@
 """Handwritten digits with batch norms, written for one device; one process may divide each batch over several.
 
 python examples/data_parallel.py
-python -m parwrap.run --data-parallel cpu,cpu --sync-bn examples/data_parallel.py
-python -m parwrap.run --data-parallel all --sync-bn --no-gather examples/data_parallel.py
+parwrap run --data-parallel cpu,cpu --sync-bn examples/data_parallel.py
+parwrap run --data-parallel all --sync-bn --no-gather examples/data_parallel.py
 """
 
 import torch

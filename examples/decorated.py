@@ -1,7 +1,7 @@
 """A training function with one line added, and what a script may ask parwrap for besides.
 
 python examples/decorated.py
-python -m parwrap.run --nproc-per-node 2 examples/decorated.py
+parwrap run --nproc-per-node 2 examples/decorated.py
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A small transformer decoder that learns to continue arithmetic sequences, written for one device.
 
 python examples/fsdp.py
-python -m parwrap.run --nproc-per-node 2 --strategy fsdp --wrap Block examples/fsdp.py --save decoder.pt
+parwrap run --nproc-per-node 2 --strategy fsdp --wrap Block examples/fsdp.py --save decoder.pt
 """
 
 import argparse

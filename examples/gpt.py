@@ -1,8 +1,8 @@
 """A small GPT that learns a module of Python's standard library, character by character, written for one device.
 
 python examples/gpt.py
-python -m parwrap.run --nproc-per-node 2 --batch global examples/gpt.py
-python -m parwrap.run --nproc-per-node 2 --batch global --strategy fsdp --wrap Block examples/gpt.py --save gpt.pt
+parwrap run --nproc-per-node 2 --batch global examples/gpt.py
+parwrap run --nproc-per-node 2 --batch global --strategy fsdp --wrap Block examples/gpt.py --save gpt.pt
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A regression with a small network, written for one device: how often must ranks talk to each other for it to be learnt?
 
 python examples/local_sgd.py
-python -m parwrap.run --nproc-per-node 2 --strategy local_sgd --every 8 examples/local_sgd.py
-python -m parwrap.run --nproc-per-node 2 --strategy local_sgd --every 32 --outer nesterov examples/local_sgd.py
+parwrap run --nproc-per-node 2 --strategy local_sgd --every 8 examples/local_sgd.py
+parwrap run --nproc-per-node 2 --strategy local_sgd --every 32 --outer nesterov examples/local_sgd.py
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A linear model that classifies digits, written for one device.
 
 python examples/parameter_server.py
-python -m parwrap.run --nproc-per-node 3 --strategy parameter_server examples/parameter_server.py
-python -m parwrap.run --nproc-per-node 3 --strategy parameter_server --staleness 0 --batch global examples/parameter_server.py
+parwrap run --nproc-per-node 3 --strategy parameter_server examples/parameter_server.py
+parwrap run --nproc-per-node 3 --strategy parameter_server --staleness 0 --batch global examples/parameter_server.py
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Training that goes on where it was stopped, in the midst of an epoch too, written for one device.
 
-python -m parwrap.run --nproc-per-node 2 examples/resume.py
-python -m parwrap.run --nproc-per-node 2 --max-restarts 1 examples/resume.py --fail-at 30
+parwrap run --nproc-per-node 2 examples/resume.py
+parwrap run --nproc-per-node 2 --max-restarts 1 examples/resume.py --fail-at 30
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A classifier of skorch, fitted as scikit-learn's are, in a script that has never heard of ranks.
 
 python examples/skorch_digits.py
-python -m parwrap.run --nproc-per-node 2 --batch global examples/skorch_digits.py
+parwrap run --nproc-per-node 2 --batch global examples/skorch_digits.py
 """
 
 import torch

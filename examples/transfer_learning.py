@@ -1,7 +1,7 @@
 """A network that knows the digits 0 to 4 learns 5 to 9: the loop of PyTorch's transfer learning tutorial, with what parwrap adds.
 
 python examples/transfer_learning.py
-python -m parwrap.run --nproc-per-node 2 --batch global examples/transfer_learning.py
+parwrap run --nproc-per-node 2 --batch global examples/transfer_learning.py
 """
 
 import os

@@ -1,7 +1,7 @@
 """A wide network that learns a function by Adam, written for one device; in the end it says how much the optimizer keeps.
 
 python examples/zero1.py
-python -m parwrap.run --nproc-per-node 2 --strategy zero1 examples/zero1.py
+parwrap run --nproc-per-node 2 --strategy zero1 examples/zero1.py
 """
 
 import torch

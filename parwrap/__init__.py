@@ -1,6 +1,6 @@
 """Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.
 
-Lists the public names. Each is imported on first use, so ``import parwrap`` does not import torch, and ``python -m parwrap.run`` can
+Lists the public names. Each is imported on first use, so ``import parwrap`` does not import torch, and ``parwrap run`` can
 prepare the process before torch is imported.
 """
 

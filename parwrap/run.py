@@ -1,4 +1,4 @@
-"""``parwrap run [options] train.py ARGS``, or ``python -m parwrap.run``: run a plain script on several ranks.
+"""``parwrap run [options] train.py ARGS``: run a plain script on several ranks.
 
 The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
 ``launching/reexec.py`` decides when it has to restart.
@@ -34,7 +34,7 @@ def command() -> int:
     try:
         return main(sys.argv[1:], is_command=True)
     except KeyboardInterrupt:
-        print("parwrap.run: interrupted", file=sys.stderr)
+        print("parwrap run: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
                 _leave(status)
             return status
     except ParwrapError as error:
-        print(f"parwrap.run: {error}", file=sys.stderr)
+        print(f"parwrap run: {error}", file=sys.stderr)
         return 2
     if forks:
         stop()
@@ -99,7 +99,7 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
 
 def _print_notice(plan: LaunchPlan) -> None:
     if plan.notice:
-        print(f"parwrap.run: {plan.notice}", file=sys.stderr)
+        print(f"parwrap run: {plan.notice}", file=sys.stderr)
 
 
 def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:

@@ -33,19 +33,19 @@ LEFT_OUT = {
     "launching/routes.py: str(error)": "torch's own text about an address",
     "decorators/amp.py: f'{name}={value!r} is not {wanted}.'": "each names its option and the values that it takes",
     "decorators/opened_scope.py: line": "the summary of a run, which docs/explain.rst explains",
-    "doctor/__main__.py: f'parwrap.doctor: {error}'": "passes on an error",
+    "doctor/__main__.py: f'parwrap doctor: {error}'": "passes on an error",
     """inline/launching.py: 'parwrap: ' + of_sharing(size, gpus, "backend='gloo'")""": "passes on the text of ranks/device.py",
     "insight/runs.py: last[0].removeprefix(REFUSED)": "passes on an error of parwrap run",
     "insight/runs.py: f'parwrap {command}: {error}'": "passes on an error",
-    "launching/jobs.py: f'parwrap.run: {what}'": "passes on what is said elsewhere",
+    "launching/jobs.py: f'parwrap run: {what}'": "passes on what is said elsewhere",
     "launching/nodes.py: f'parwrap: {lost}'": "passes on what another node has published",
     "launching/ray.py: 'stopping the job'": "what Ctrl-C did",
     "launching/slurm.py: f'cancelled job {number}'": "what Ctrl-C did",
     "launching/slurm.py: f'submitted job {number}; Ctrl-C cancels it'": "news of the job",
     "launching/slurm.py: text": "news of the job",
     "launching/waiting.py: f'parwrap: {text}'": "passes on who waits for whom",
-    "run.py: f'parwrap.run: {error}'": "passes on an error",
-    "run.py: f'parwrap.run: {plan.notice}'": "passes on the plan's notice",
+    "run.py: f'parwrap run: {error}'": "passes on an error",
+    "run.py: f'parwrap run: {plan.notice}'": "passes on the plan's notice",
     'launching/plan.py: f"{error} Your script\'s own options go after its name."': "argparse's own text",
 }
 """Messages without an entry, with the reason."""
@@ -120,7 +120,7 @@ def entries():
 def pattern(entry):
     """What matches the texts that begin as ``entry`` does, where ``...`` stands for anything."""
     parts = ".*?".join(re.escape(part) for part in re.split(r"\.{3,}", entry))
-    return re.compile(rf"(?:parwrap(?:\.run)?: )?{parts}", re.DOTALL)
+    return re.compile(rf"(?:parwrap(?: run)?: )?{parts}", re.DOTALL)
 
 
 def says(entry, text):
@@ -148,6 +148,10 @@ def test_every_message_has_an_entry():
     ]
 
     assert [] == without
+
+
+def test_messages_spell_the_commands_in_one_way():
+    assert [] == [text for _, _, found in messages() for text in found if re.search(r"-m parwrap|parwrap\.(run|doctor)(?! does not)", text)]
 
 
 def test_what_is_left_out_exists():

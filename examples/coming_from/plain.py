@@ -1,7 +1,7 @@
 """Digits on one device. parwrap runs this on many ranks as it is.
 
 python examples/coming_from/plain.py
-python -m parwrap.run --nproc-per-node 2 examples/coming_from/plain.py
+parwrap run --nproc-per-node 2 examples/coming_from/plain.py
 """
 
 import torch

@@ -51,7 +51,7 @@ __all__ = [
 NOT_HERE = {
     **dict.fromkeys(
         ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
-        "pass the number of ranks to parwrap.run as --nproc-per-node, or here as nprocs= to start ranks from a plain process",
+        "pass the number of ranks to parwrap run as --nproc-per-node, or here as nprocs= to start ranks from a plain process",
     ),
     **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
     "epochs": "make it an argument of your function",
@@ -67,7 +67,7 @@ class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
     Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher or ``nprocs`` it runs on one rank, with
-    no process group. Inside another ``distributed``, also that of ``parwrap.run``, the options given here replace those of the outer one
+    no process group. Inside another ``distributed``, also that of ``parwrap run``, the options given here replace those of the outer one
     while the inner function runs. ``backend``, ``strategy`` and ``timeout`` are always those of the outermost one.
 
     Args:

@@ -29,7 +29,7 @@ def launch(
     them. Random numbers continue from rank 0's. If a rank raises an exception, it is raised here, with its own type if that can be sent,
     and the other ranks are ended.
 
-    If ranks have been started already, for example by ``python -m parwrap.run``, the function runs on these.
+    If ranks have been started already, for example by ``parwrap run``, the function runs on these.
 
     Args:
         function: the function to call. Its decorator sets the options of ``distributed`` other than ``nprocs`` and ``start_method``.

@@ -193,7 +193,7 @@ class Scope:
                 if given[name] != now[name]:
                     raise UsageError(
                         f"{name}={given[name]!r} is not possible inside of another @distributed, which runs with {now[name]!r}. Pass it to "
-                        "the outermost @distributed or to parwrap.run."
+                        "the outermost @distributed or to parwrap run."
                     )
         if given.get("seed") is not None:
             with nullcontext() if passes is None else passes.streams.used(random_streams.NONE):

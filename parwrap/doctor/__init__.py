@@ -1,1 +1,1 @@
-"""``python -m parwrap.doctor``: shows what works here, what a launch would do, and each problem with its remedy."""
+"""``parwrap doctor``: shows what works here, what a launch would do, and each problem with its remedy."""

@@ -1,4 +1,4 @@
-"""``python -m parwrap.doctor [--json]``: examines this process, or all ranks under a launcher; ends in time even if something hangs."""
+"""``parwrap doctor [--json]``: examines this process, or all ranks under a launcher; ends in time even if something hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> int:
     try:
         from parwrap.doctor.exam import examination  # noqa: F401 - it imports torch
     except ImportError as error:
-        print(f"parwrap.doctor: {error}: install parwrap, with torch, into the environment of {sys.executable}.", file=sys.stderr)
+        print(f"parwrap doctor: {error}: install parwrap, with torch, into the environment of {sys.executable}.", file=sys.stderr)
         return 2
     from parwrap.errors import UsageError
     from parwrap.options import Options
@@ -32,7 +32,7 @@ def main() -> int:
     try:
         Options(backend=options.backend)
     except UsageError as error:
-        print(f"parwrap.doctor: {error}", file=sys.stderr)
+        print(f"parwrap doctor: {error}", file=sys.stderr)
         return 2
     return examine(options.timeout, options.backend, options.json)
 
@@ -78,7 +78,7 @@ def _report(exam: Exam, as_json: bool) -> int:
         if exam.failure:
             here = f"rank {exam.world.rank} on {exam.facts.host}"
             print(
-                f"parwrap.doctor: {here} failed at '{exam.stage}': {exam.failure}. The report of rank 0 has all ranks.",
+                f"parwrap doctor: {here} failed at '{exam.stage}': {exam.failure}. The report of rank 0 has all ranks.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -96,7 +96,7 @@ def _report(exam: Exam, as_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
         if not isinstance(error, BrokenPipeError):  # the reader has read enough, as head does
             print(
-                f"parwrap.doctor: the report cannot be written: {error.strerror}. Free some space, or write it elsewhere.", file=sys.stderr
+                f"parwrap doctor: the report cannot be written: {error.strerror}. Free some space, or write it elsewhere.", file=sys.stderr
             )
             return 2
     return status
@@ -115,7 +115,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="parwrap doctor",
         description="Show what runs here, what a launch would do, and each problem with its remedy. Under a launcher, it examines all "
-        "ranks together: srun python -m parwrap.doctor. The exit code is 0 if there is no problem, 1 if there is one, and 2 if it cannot "
+        "ranks together: srun parwrap doctor. The exit code is 0 if there is no problem, 1 if there is one, and 2 if it cannot "
         "run.",
     )
     parser.add_argument("--json", action="store_true", help="Print everything as JSON.")

@@ -78,7 +78,7 @@ def launch(facts: Facts) -> Iterator[Finding]:
     if facts.launch.error:
         # parwrap's errors state the problem, then the remedy
         problem, *advice = re.split(r"\. |: (?=start |set |unset )", facts.launch.error.rstrip("."), maxsplit=1)
-        yield Finding(problem, advice[0] if advice else "start with `python -m parwrap.run`, or unset these variables to run on one rank")
+        yield Finding(problem, advice[0] if advice else "start with `parwrap run`, or unset these variables to run on one rank")
 
 
 def gpu_of_its_own(facts: Facts) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
         except LaunchError as missing:
             device_error = str(missing)
     if world.launcher == "torchrun" and multiprocessing.parent_process():
-        world = replace(world, launcher="parwrap.run")  # the variables are the same, but torchrun names the launcher
+        world = replace(world, launcher="parwrap run")  # the variables are the same, but torchrun names the launcher
     return Facts(
         host=socket.gethostname(),
         launch=Launch(

@@ -108,7 +108,7 @@ def run_on_ranks(task: Task, size: int, backend: str | None = None, start_method
     '2'
     """
     if WINDOWS:
-        raise UsageError(f"{who} watches ranks through pipes, and Windows cannot wait for those: start ranks with `python -m parwrap.run`.")
+        raise UsageError(f"{who} watches ranks through pipes, and Windows cannot wait for those: start ranks with `parwrap run`.")
     method = start_method or ("fork" if FORKS and not _cuda_has_started() else "spawn")
     share = backend is None and 0 < (gpus := gpu_count()) < size
     if share:

@@ -29,7 +29,7 @@ NOT_COMPARED = ("dry_run", "plain", "launcher", "nnodes", "all_ranks", "log_dir"
 
 
 TRACEBACK, MOST_LINES = "Traceback (most recent call last):", 30
-REFUSED = "parwrap.run: "
+REFUSED = "parwrap run: "
 """How the error begins with which ``parwrap run`` refuses a command line."""
 
 

@@ -140,7 +140,7 @@ def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | No
 def _report(status: int, explained: bool, failed: list[Failure]) -> int:
     """Report the failures, unless a restart has succeeded. Returns the exit code of the launch."""
     if status == 128 + signal.SIGINT and not failed:  # ranks that ignore the signal, or had not started yet
-        print("parwrap.run: interrupted", file=sys.stderr)
+        print("parwrap run: interrupted", file=sys.stderr)
     if status and (text := report(failed, explained) if failed else ""):  # failures before a restart were reported then
         print(text, file=sys.stderr)
     return failed[0].status if failed and status == 1 else status
@@ -241,7 +241,7 @@ def _cores_of_ranks(asked: str | None, gpus: Sequence[str]) -> list[set[int]]:
         return cores_near(gpus, asked or "node")
     except (OSError, LookupError, ValueError) as error:
         print(
-            f"parwrap.run: ranks are not bound to the cores near their GPUs: {error}. They run all the same, on any core; "
+            f"parwrap run: ranks are not bound to the cores near their GPUs: {error}. They run all the same, on any core; "
             f"--numa-binding {NO_BINDING} hides this message.",
             file=sys.stderr,
         )

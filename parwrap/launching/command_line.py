@@ -1,4 +1,4 @@
-"""Splits a command line at the script: options of ``parwrap.run`` come before it, and what follows belongs to the script.
+"""Splits a command line at the script: options of ``parwrap run`` come before it, and what follows belongs to the script.
 
 ``argparse`` cannot do this: it reads options on both sides of a positional argument. ``plan.py`` interprets the options.
 """

@@ -1,4 +1,4 @@
-"""The fork server of ``parwrap.run``: multiprocessing's own, but forked after torch is loaded, so that ranks need not load it.
+"""The fork server of ``parwrap run``: multiprocessing's own, but forked after torch is loaded, so that ranks need not load it.
 
 It loads the other modules that ranks need, then forks the ranks. It ends with the command and ignores signals meant for a script. Variables
 that an interpreter and OpenMP read only at their start must be set when the command starts.

@@ -35,7 +35,7 @@ class Job:
         ranks_per_node: ``--nproc-per-node`` as given, or the number of GPUs; ``None`` leaves it to the node.
         max_restarts: how often failed ranks are restarted.
         plan: the launch plan of a node, as far as it is known on this machine.
-        command: what follows ``python -m parwrap.run`` on each node, without the rendezvous.
+        command: what follows ``parwrap run`` on each node, without the rendezvous.
         options: the launcher's own options.
         dry_run: only print the job.
     """
@@ -52,7 +52,7 @@ class Job:
 
 
 def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
-    """The job for ``python -m parwrap.run ARGV``, which has ``--launcher`` in it; ``None`` if that option belongs to the script.
+    """The job for ``parwrap run ARGV``, which has ``--launcher`` in it; ``None`` if that option belongs to the script.
 
     Args:
         argv: the command line without the program's name.
@@ -113,7 +113,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
 
 def print_line(what: str) -> None:
     """Report a job's progress to the user, apart from what its ranks write."""
-    print(f"parwrap.run: {what}", file=sys.stderr, flush=True)
+    print(f"parwrap run: {what}", file=sys.stderr, flush=True)
 
 
 def _first_name(argv: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """``--launcher kubeflow``: writes the manifest of a job for Kubeflow on Kubernetes. Submitting it is left to ``kubectl``.
 
-The operator gives every pod the rendezvous address in torchrun's variables ``PET_*``, which ``parwrap.run`` reads. Pods of several nodes
+The operator gives every pod the rendezvous address in torchrun's variables ``PET_*``, which ``parwrap run`` reads. Pods of several nodes
 get the job's secret from a Secret of Kubernetes, which is in the same file.
 """
 

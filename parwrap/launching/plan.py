@@ -109,7 +109,7 @@ class LaunchPlan:
 
 
 def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int, here: bool = True) -> LaunchPlan:
-    """The plan for ``python -m parwrap.run ARGV``.
+    """The plan for ``parwrap run ARGV``.
 
     Args:
         argv: the command line without the program's name.
@@ -175,7 +175,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     in_this_process = ranks == 1 and not for_the_agent
     if outer and not in_this_process:
         raise UsageError(
-            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but only a parwrap.run that starts ranks can use "
+            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but only a parwrap run that starts ranks can use "
             f"{' and '.join(for_the_agent)}: remove {' and '.join(for_the_agent)}, or add --standalone for a separate run in each process."
         )
     notice = of_sharing(ranks, gpus, "--backend gloo") if share else ""
@@ -263,7 +263,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(
-            "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."
+            "no script to run: put its path after the options of parwrap run, followed by the script's own arguments."
             if "training_script" in message
             else message
         )
@@ -295,7 +295,7 @@ class _HelpAll(argparse.Action):
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """The parser of ``parwrap run``, which is ``python -m parwrap.run``."""
+    """The parser of ``parwrap run``."""
     from torch.distributed.run import get_args_parser  # this imports torch, which the command must do after it starts its fork server
 
     parser = _Parser(

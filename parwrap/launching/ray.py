@@ -287,7 +287,7 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     reported = []
     if directory and not os.path.isdir(directory):
         there = f"{socket.gethostname()} has no directory {directory}: put it on a file system that all nodes share, or add --upload."
-        reported = [Failure(rank, size, 0, time.time(), "exited", 2, f"parwrap.run: {there}")]
+        reported = [Failure(rank, size, 0, time.time(), "exited", 2, f"parwrap run: {there}")]
     else:
         # in Ray's own temporary directory, because this worker may be killed
         with tempfile.TemporaryDirectory(prefix=".parwrap-", dir=os.getcwd()) as failures:

@@ -1,6 +1,6 @@
 """``--launcher slurm``: writes a job's batch script, submits it and follows the job to its end.
 
-The batch script is a pure function of the job. Each node runs ``parwrap.run`` in one task. ``ranks/world.py`` detects ranks that your own
+The batch script is a pure function of the job. Each node runs ``parwrap run`` in one task. ``ranks/world.py`` detects ranks that your own
 ``srun`` starts.
 """
 
@@ -160,7 +160,7 @@ def _check(job: Job) -> None:
     """Raise an error for options with which the job would run otherwise than parwrap expects, or could write no log."""
     for option in job.options.sbatch:
         if _is_option(option, "-N", "--nodes"):
-            raise UsageError(f"--sbatch {option}: parwrap.run sets the number of nodes, and starts ranks on each: use --nodes N instead.")
+            raise UsageError(f"--sbatch {option}: parwrap run sets the number of nodes, and starts ranks on each: use --nodes N instead.")
     log = job.options.output or ""
     folder = os.path.dirname(log) or "."
     if os.path.isdir(log):

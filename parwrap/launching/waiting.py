@@ -99,7 +99,7 @@ def command_there(plan: LaunchPlan, node: int | None) -> str:
     if torchrun.rdzv_id != "none":
         place["rdzv-id"] = torchrun.rdzv_id
     rendezvous = [word for name, value in place.items() for word in (f"--{name}", value)]
-    return shlex.join(["python", "-m", "parwrap.run", *rendezvous, *options, *plan.argv[-of_script:]])
+    return shlex.join(["parwrap", "run", *rendezvous, *options, *plan.argv[-of_script:]])
 
 
 def _report(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any], str], stopped: threading.Event) -> None:

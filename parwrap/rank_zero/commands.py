@@ -85,7 +85,7 @@ def refusing_exec(size: int) -> AbstractContextManager[None]:
             raise UsageError(
                 f"{script_place()} calls os.{wrapped.__name__}, which replaces this rank by a program that is not a rank: {size} "
                 "separate programs would run. If the script starts itself again to set a variable, set the variable before the command: "
-                "`NAME=value python -m parwrap.run ...`."
+                "`NAME=value parwrap run ...`."
             )
         return wrapped(*args, **kwargs)
 

@@ -200,7 +200,7 @@ def _show(gpus: str) -> None:
 def choose_device(world: World, backend: str | None) -> torch.device:
     """Choose the device that this rank trains on. Hide all other GPUs, unless CUDA or its driver has started already.
 
-    If there are fewer GPUs than ranks, ranks share them. Ranks that torchrun or ``parwrap.run`` starts do so only with the backend
+    If there are fewer GPUs than ranks, ranks share them. Ranks that torchrun or ``parwrap run`` starts do so only with the backend
     ``"gloo"``, because nccl does not support this.
 
     Raises:
@@ -228,8 +228,7 @@ def choose_device(world: World, backend: str | None) -> torch.device:
         torch.cuda.set_device(mine)
         warn(
             "parwrap: CUDA was initialized before each rank chose its GPU, so 'cuda:0' in the script means the same GPU on every rank. "
-            "Use CUDA only inside the decorated function (torch.cuda.is_available() initializes it too), or run with `python -m "
-            "parwrap.run`."
+            "Use CUDA only inside the decorated function (torch.cuda.is_available() initializes it too), or run with `parwrap run`."
         )
     return torch.device("cuda", torch.cuda.current_device())
 

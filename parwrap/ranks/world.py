@@ -108,7 +108,7 @@ def detect(environ: Mapping[str, str]) -> World:
         if not by_hand and (node := node_of(environ)) and not node.is_only:
             raise LaunchError(
                 f"{node.variables} number the nodes of a job (as {node.launcher} does), not its ranks: start the ranks of this node with "
-                f"`python -m parwrap.run train.py`, which reads these variables, or {BY_HAND}."
+                f"`parwrap run train.py`, which reads these variables, or {BY_HAND}."
             )
         if claims:
             raise _half(claims[0])
@@ -228,7 +228,7 @@ def _half(claim: _Claim) -> LaunchError:
     return LaunchError(
         f"{present} {'are' if ' ' in present else 'is'} set but {missing} {'are' if ' ' in missing else 'is'} not, so the ranks cannot be "
         f"identified. If no launcher started this process, unset {present}: the process then runs as one rank. To start several ranks, use "
-        f"`python -m parwrap.run`. Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
+        f"`parwrap run`. Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
     )
 
 
@@ -284,6 +284,5 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise LaunchError(
-            f"{name}={environ[name]!r} is not an integer. A launcher normally sets this variable: unset it, or start with `python -m "
-            "parwrap.run`."
+            f"{name}={environ[name]!r} is not an integer. A launcher normally sets this variable: unset it, or start with `parwrap run`."
         ) from None

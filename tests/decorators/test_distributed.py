@@ -139,7 +139,7 @@ def test_another_backend_inside_is_refused():
         *(
             (
                 {name: 2},
-                f"parwrap.distributed has no option {name!r}; pass the number of ranks to parwrap.run as --nproc-per-node.",
+                f"parwrap.distributed has no option {name!r}; pass the number of ranks to parwrap run as --nproc-per-node.",
             )
             for name in ("devices", "nproc_per_node", "num_processes")
         ),

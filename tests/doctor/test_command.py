@@ -114,7 +114,7 @@ def test_alone_as_json_with_launch_variables_half_set(warm_doctor, tmp_path):
 
     assert (1, 1, "") == (code, printed["exit_code"], stderr)
     assert half_set["serious"]
-    assert "To start several ranks, use `python -m parwrap.run`" in half_set["remedy"]
+    assert "To start several ranks, use `parwrap run`" in half_set["remedy"]
     assert {"RANK": "1"} == printed["ranks"][0]["launch"]["variables"]
     assert ("forked", 2, None, 5) == (test["by"], test["ranks"], test["failure"], len(test["rows"]))
     assert all(row["right"] for row in test["rows"])
@@ -127,7 +127,7 @@ def test_a_report_that_cannot_be_written_is_one_line(warm_python, tmp_path):
         streams = (full.fileno(), full.fileno(), stderr.fileno())
         status = warm_python.start("parwrap.doctor", streams=streams, cwd=tmp_path).wait(WITHIN)
 
-    expected = "parwrap.doctor: the report cannot be written: No space left on device. Free some space, or write it elsewhere.\n"
+    expected = "parwrap doctor: the report cannot be written: No space left on device. Free some space, or write it elsewhere.\n"
     assert (2, expected) == (status, (tmp_path / "stderr").read_text())
 
 
@@ -137,7 +137,7 @@ def test_under_a_launcher_ranks_are_examined_together_and_one_prints(warm_doctor
     assert "" == stderr
     assert int("\nproblem " in stdout) == code
     assert 1 == stdout.count("self test")
-    assert re.search(r"^launch     parwrap.run: 2 ranks; rank 0 has RANK=0 WORLD_SIZE=2 ", stdout, re.MULTILINE)
+    assert re.search(r"^launch     parwrap run: 2 ranks; rank 0 has RANK=0 WORLD_SIZE=2 ", stdout, re.MULTILINE)
     assert re.search(r"^network    gloo listens at lo0? \(127\.0\.0\.1\), by GLOO_SOCKET_IFNAME", stdout, re.MULTILINE)
     assert re.search(r"^self test  2 launched ranks, \w+ on \w+: all sums right\n +all-reduce .*\n +1 KB .*us", stdout, re.MULTILINE)
     assert re.search(r"^clocks     at most [\d.]+ ms from rank 0's \(rank 1\)", stdout, re.MULTILINE)
@@ -163,7 +163,7 @@ def test_a_hang_between_launched_ranks_ends_in_time_and_shows_where_they_are(doc
     assert "; rank 0 at: all-reduce of 256 KB; rank 1 at: all-reduce of 16 KB. Remedy: " in stdout
     assert re.search(r"^ +16 KB .*GB/s$", stdout, re.MULTILINE)
     assert re.search(
-        r"^parwrap.doctor: rank 1 on \S+ failed at 'all-reduce of 16 KB': not finished after 4 s\. The report of",
+        r"^parwrap doctor: rank 1 on \S+ failed at 'all-reduce of 16 KB': not finished after 4 s\. The report of",
         other_stderr,
         re.MULTILINE,
     )
@@ -210,7 +210,7 @@ def test_without_torch_it_cannot_run(doctor):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--backend", "mpi"], "parwrap.doctor: backend='mpi' is not available in this build of torch, which has gloo"),
+        (["--backend", "mpi"], "parwrap doctor: backend='mpi' is not available in this build of torch, which has gloo"),
         *(
             (["--timeout", seconds], f"--timeout: {seconds} is not a number of seconds between 0 and 1000000")
             for seconds in ("0", "-1", "nan", "inf", "x")

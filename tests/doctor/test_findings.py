@@ -168,7 +168,7 @@ def test_half_set_launch_variables_are_a_problem_with_the_text_of_the_error(vari
 def test_an_error_without_advice_gets_some():
     (finding,) = found(changed(launch={"error": "RANK=4 does not fit WORLD_SIZE=2: ranks start at 0."}))
 
-    assert "python -m parwrap.run" in finding.remedy
+    assert "parwrap run" in finding.remedy
 
 
 @pytest.mark.parametrize(

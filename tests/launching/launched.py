@@ -80,7 +80,7 @@ def started(tmp_path, environ):
 
 @pytest.fixture
 def parwrap_run(warm_python, started, tmp_path, environ):
-    """Run ``parwrap.run`` to its end and see that it leaves nothing behind; gives its exit code, stdout and stderr."""
+    """Run ``parwrap run`` to its end and see that it leaves nothing behind; gives its exit code, stdout and stderr."""
 
     def run_to_its_end(*arguments: str, stdin: int | None = None) -> tuple[int, str, str]:
         if stdin is None and warm_python.can_run(environ):

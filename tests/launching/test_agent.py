@@ -1,4 +1,4 @@
-"""Several nodes, which are all on this machine: what the agents of two ``parwrap.run`` do together."""
+"""Several nodes, which are all on this machine: what the agents of two ``parwrap run`` do together."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Options of ``parwrap.run`` stand before the script; what follows is the script's own and arrives unchanged."""
+"""Options of ``parwrap run`` stand before the script; what follows is the script's own and arrives unchanged."""
 
 import json
 import os
@@ -45,7 +45,7 @@ NASTY = [
         "slurm",
     ),
 ]
-"""Looks like options of parwrap.run, and is the script's."""
+"""Looks like options of parwrap run, and is the script's."""
 
 PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:])); sys.stderr.write('the script\\n')"
 
@@ -73,7 +73,7 @@ def test_a_script_gets_arguments_that_look_like_ours_after_a_notice_of_one_rank(
 
     assert 0 == status
     if not options:
-        assert stderr.startswith(f"parwrap.run: 1 rank runs: --nnodes=9 follows {target[-1]}")
+        assert stderr.startswith(f"parwrap run: 1 rank runs: --nnodes=9 follows {target[-1]}")
         assert stderr.endswith("\nthe script\n")
     assert {json.dumps(NASTY)} == {line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in stdout.splitlines()}
 

@@ -299,7 +299,7 @@ raise ValueError(told)
     assert (1, "") == (status, stdout)
     replaced = (
         "UsageError: train.py:8 calls os.execv, which replaces this rank by a program that is not a rank: 2 separate programs would run. "
-        "If the script starts itself again to set a variable, set the variable before the command: `NAME=value python -m parwrap.run ...`."
+        "If the script starts itself again to set a variable, set the variable before the command: `NAME=value parwrap run ...`."
     )
     opened = [asked.replace("input('name? ')", f"open({name})") for name in ("0", "PosixPath('/dev/stdin')")]
     unread = ["OSError: [Errno 9] Bad file descriptor", "CalledProcessError: Command '['cat']' returned non-zero exit status 1."]
@@ -358,7 +358,7 @@ def test_ctrl_c_that_no_rank_reports_is_reported(started, environ, script):
     assert process.stdout.readline() == "up\n"
     os.killpg(process.pid, signal.SIGINT)
 
-    assert (130, "parwrap.run: interrupted\n") == (process.wait(WITHIN), process.stderr.read())
+    assert (130, "parwrap run: interrupted\n") == (process.wait(WITHIN), process.stderr.read())
 
 
 def test_a_run_outlives_its_terminal_under_nohup(tmp_path, started, script):

@@ -68,7 +68,7 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
         (["--launcher"], "argument --launcher: expected one argument"),
         (
             ["--launcher", "slurm"],
-            "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.",
+            "no script to run: put its path after the options of parwrap run, followed by the script's own arguments.",
         ),
         (
             ["--launcher", "slurm", "--image=i", "train.py"],
@@ -155,4 +155,4 @@ def test_help_lists_the_options_of_the_launcher(name, capsys):
 
 def test_errors_end_the_command_with_2(capsys):
     assert 2 == main(["--launcher", "slurm", "--nodes", "none", "train.py"])
-    assert "parwrap.run: argument --nodes: 'none' is not a positive integer.\n" == capsys.readouterr().err
+    assert "parwrap run: argument --nodes: 'none' is not a positive integer.\n" == capsys.readouterr().err

@@ -291,7 +291,7 @@ def test_the_name_is_the_scripts(script, name):
 )
 def test_what_cannot_be_written(argv, text, capsys):
     assert 2 == main(["--launcher", "kubeflow", *argv])
-    assert f"parwrap.run: {text}\n" == capsys.readouterr().err
+    assert f"parwrap run: {text}\n" == capsys.readouterr().err
 
 
 def test_without_pyyaml(monkeypatch, capsys):
@@ -299,6 +299,6 @@ def test_without_pyyaml(monkeypatch, capsys):
 
     assert 2 == main(["--launcher", "kubeflow", "--image", "i", "--print", "train.py"])
     assert (
-        "parwrap.run: --launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, or install "
+        "parwrap run: --launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, or install "
         "parwrap[kubeflow].\n" == capsys.readouterr().err
     )

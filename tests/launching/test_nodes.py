@@ -275,7 +275,7 @@ def test_missing_nodes_are_reported(tmp_path, backend):
 
     assert alone(tmp_path, *place) == (
         2,
-        f"parwrap.run: fewer than 2 nodes joined at 127.0.0.1 port {port} in time: check that all nodes were started with the same "
+        f"parwrap run: fewer than 2 nodes joined at 127.0.0.1 port {port} in time: check that all nodes were started with the same "
         "--nnodes and --rdzv-id, and that the first node has that address.\n",
     )
 
@@ -283,7 +283,7 @@ def test_missing_nodes_are_reported(tmp_path, backend):
 def test_a_port_in_use_is_reported(tmp_path, port):
     assert alone(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(port)) == (
         2,
-        f"parwrap.run: port {port} of this machine is in use, by another job or by a node with the same --node-rank: choose another "
+        f"parwrap run: port {port} of this machine is in use, by another job or by a node with the same --node-rank: choose another "
         "port, the same on all nodes.\n",
     )
 
@@ -304,7 +304,7 @@ def test_another_kind_of_server_at_the_port_is_reported(tmp_path):
 
         assert alone(tmp_path, *place) == (
             2,
-            f"parwrap.run: the server at {address} port {port} does not answer like the first node of a job: check that --master-addr "
+            f"parwrap run: the server at {address} port {port} does not answer like the first node of a job: check that --master-addr "
             "and --master-port are the address and port of --node-rank 0, and that no other server uses this port.\n",
         )
 
@@ -357,7 +357,7 @@ def test_the_other_nodes_report_that_the_first_was_stopped(tmp_path, script, num
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(signal.SIGINT, "parwrap.run: interrupted\n"), pytest.param(signal.SIGTERM, "", marks=pytest.mark.slow)]
+    ("number", "said"), [(signal.SIGINT, "parwrap run: interrupted\n"), pytest.param(signal.SIGTERM, "", marks=pytest.mark.slow)]
 )
 def test_a_node_that_waits_for_others_can_be_stopped(tmp_path, number, said):
     (tmp_path / "train.py").touch()

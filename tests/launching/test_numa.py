@@ -127,7 +127,7 @@ def test_ranks_are_bound_where_there_are_several_nodes_unless_the_option_says_no
 )
 def test_a_binding_that_fails_ends_nothing_and_is_said(root, asked, gpus, why, capsys):
     assert [] == _cores_of_ranks(asked, gpus)
-    assert re.fullmatch(rf"parwrap.run: ranks are not bound to the cores near their GPUs: .*{why}\. .*\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"parwrap run: ranks are not bound to the cores near their GPUs: .*{why}\. .*\n", capsys.readouterr().err)
 
 
 def test_a_system_that_says_nothing_of_nodes_is_left_alone(root, monkeypatch, capsys):

@@ -81,9 +81,9 @@ def test_a_process_that_a_launcher_has_started_as_a_rank_is_one(environ, gpus, s
         (
             ["--plain"],
             TWO_A_NODE,
-            "SLURM started this process as rank 2 of 4, but only a parwrap.run that starts ranks can use --plain: remove --plain, or add",
+            "SLURM started this process as rank 2 of 4, but only a parwrap run that starts ranks can use --plain: remove --plain, or add",
         ),
-        (["--max-restarts", "2"], TWO_A_NODE, "only a parwrap.run that starts ranks can use --max-restarts: remove --max-restarts, or add"),
+        (["--max-restarts", "2"], TWO_A_NODE, "only a parwrap run that starts ranks can use --max-restarts: remove --max-restarts, or add"),
     ],
 )
 def test_a_rank_starts_no_ranks(argv, environ, text):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
             ["--xyzzy", "train.py"],
             "there is no option --xyzzy; `parwrap run --help-all` lists the options; the script's own options come after its name.",
         ),
-        ([], "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."),
+        ([], "no script to run: put its path after the options of parwrap run, followed by the script's own arguments."),
         (["--seed", "one", "train.py"], "argument --seed: 'one' is not an integer."),
         (["--seed", "-1", "train.py"], "seed=-1 is not an integer from 0 to 2**64 - 1. Your script's own options go after its name."),
         (["--timeout", "soon", "train.py"], "argument --timeout: 'soon' is not a number."),
@@ -221,4 +221,4 @@ def test_a_signal_that_does_not_exist_is_refused(tmp_path):
 def test_a_rendezvous_that_torch_does_not_have_is_refused(parwrap_run, script):
     ended = parwrap_run("--rdzv-backend", "etdc", script("raise SystemExit(3)"))
 
-    assert (2, "", "parwrap.run: --rdzv-backend etdc: torch has no rendezvous of this name.\n") == ended
+    assert (2, "", "parwrap run: --rdzv-backend etdc: torch has no rendezvous of this name.\n") == ended

@@ -81,7 +81,7 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
 )
 def test_what_cannot_be_done(options, text, capsys):
     assert 2 == launched(*options.split())
-    assert f"parwrap.run: {text}\n" == capsys.readouterr().err
+    assert f"parwrap run: {text}\n" == capsys.readouterr().err
 
 
 def test_without_ray(monkeypatch, capsys):
@@ -89,7 +89,7 @@ def test_without_ray(monkeypatch, capsys):
 
     assert 2 == launched()
     printed = capsys.readouterr().err
-    assert printed.startswith("parwrap.run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
+    assert printed.startswith("parwrap run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
     assert printed.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
 
 
@@ -98,7 +98,7 @@ def test_the_address_of_the_dashboard_is_refused(monkeypatch, capsys):
 
     assert 2 == launched()
     assert capsys.readouterr().err == (
-        "parwrap.run: http://127.0.0.1:8265 is the address of Ray's dashboard, which runs no script in this way: pass the cluster's own, "
+        "parwrap run: http://127.0.0.1:8265 is the address of Ray's dashboard, which runs no script in this way: pass the cluster's own, "
         "as in --address HOST:6379 or ray://HOST:10001, or run this command with `ray job submit`. By default the address is RAY_ADDRESS.\n"
     )
 
@@ -231,4 +231,4 @@ def test_after_ctrl_c_no_call_of_ray_is_under_way(monkeypatch):
 
 def test_a_failure_of_ray_itself(capsys):
     assert 1 == follow({}, error=RuntimeError("a worker was lost"))
-    assert "parwrap.run: Ray ended the job: a worker was lost\n" == capsys.readouterr().err
+    assert "parwrap run: Ray ended the job: a worker was lost\n" == capsys.readouterr().err

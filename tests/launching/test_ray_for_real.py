@@ -148,7 +148,7 @@ def test_each_rank_has_a_gpu_and_ctrl_c_stops_the_job(start, cluster):
     stderr = process.communicate(timeout=WITHIN)[1]
 
     assert 130 == process.returncode
-    assert "parwrap.run: stopping the job\n" == stderr
+    assert "parwrap run: stopping the job\n" == stderr
     until = time.monotonic() + 30
     while any(psutil.pid_exists(rank) for rank in ranks):
         assert time.monotonic() < until
@@ -159,7 +159,7 @@ def test_what_the_cluster_does_not_have_is_said(start, cluster):
     process = start("", *LAUNCHER, "--address", cluster, "--cpus-per-worker", "3", "train.py")
 
     assert (
-        "parwrap.run: the job needs 6 CPUs, but the cluster has 2: the job waits until the cluster has more\n" == process.stderr.readline()
+        "parwrap run: the job needs 6 CPUs, but the cluster has 2: the job waits until the cluster has more\n" == process.stderr.readline()
     )
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=WITHIN)
@@ -171,4 +171,4 @@ def test_where_no_cluster_is(start):
     stderr = process.communicate(timeout=WITHIN)[1]
 
     assert 2 == process.returncode
-    assert "parwrap.run: no Ray cluster answers at 127.0.0.1:1: " in stderr
+    assert "parwrap run: no Ray cluster answers at 127.0.0.1:1: " in stderr

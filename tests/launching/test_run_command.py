@@ -227,18 +227,18 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch, capfd, script):
     [
         pytest.param(
             ["--nproc-per-node", "2", "no-such.py"],
-            "parwrap.run: cannot find the script no-such.py in HERE. Correct the path, or change to the directory it is relative to.\n",
+            "parwrap run: cannot find the script no-such.py in HERE. Correct the path, or change to the directory it is relative to.\n",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             [],
-            "parwrap.run: no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.\n",
+            "parwrap run: no script to run: put its path after the options of parwrap run, followed by the script's own arguments.\n",
             marks=pytest.mark.slow,
         ),
-        (["--nproc-per-node", "2", "--redirects", "9", "train.py"], "parwrap.run: 9 does"),
+        (["--nproc-per-node", "2", "--redirects", "9", "train.py"], "parwrap run: 9 does"),
         (
             ["--nproc-per-node", "2", "--log-dir", "train.py", "train.py"],
-            "parwrap.run: --log-dir train.py cannot be created: File exists. Choose another directory.\n",
+            "parwrap run: --log-dir train.py cannot be created: File exists. Choose another directory.\n",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def test_a_dry_run_prints_the_batch_script_where_there_is_no_slurm(capsys, monke
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --nodes=1\n")
     assert 2 == main(["--launcher", "slurm", "train.py"])
     assert (
-        "parwrap.run: cannot find sbatch: run --launcher slurm on a node from which you can submit jobs. To print the batch script "
+        "parwrap run: cannot find sbatch: run --launcher slurm on a node from which you can submit jobs. To print the batch script "
         "instead, add --dry-run.\n" == capsys.readouterr().err
     )
 
@@ -185,7 +185,7 @@ def test_a_job_array_is_not_followed(option, programs, capsys):
 
     assert 2 == main(["--launcher", "slurm", f"--sbatch={option}", "train.py"])
     assert capsys.readouterr().err == (
-        f"parwrap.run: --sbatch {option} creates several jobs, but only one can be followed: remove it, or print the batch script with "
+        f"parwrap run: --sbatch {option} creates several jobs, but only one can be followed: remove it, or print the batch script with "
         "--dry-run, and submit it with sbatch.\n"
     )
     assert 0 == main(["--launcher", "slurm", f"--sbatch={option}", "--dry-run", "train.py"])
@@ -195,7 +195,7 @@ NO_FOLDER = (
     "--output logs/%j.out needs the folder logs, which SLURM does not create: create it with `mkdir -p logs`. If only the nodes have it, "
     "use --sbatch output=PATH."
 )
-NODES = "--sbatch {}: parwrap.run sets the number of nodes, and starts ranks on each: use --nodes N instead."
+NODES = "--sbatch {}: parwrap run sets the number of nodes, and starts ranks on each: use --nodes N instead."
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_what_would_submit_another_job_or_none(options, refused, programs, capsy
     programs(sbatch="echo 'sbatch: Job 7 to start' >&2", scontrol="exit 9")
 
     assert 2 == main(["--launcher", "slurm", *options, "train.py"])
-    assert f"parwrap.run: {refused}\n" == capsys.readouterr().err
+    assert f"parwrap run: {refused}\n" == capsys.readouterr().err
 
 
 def test_a_job_is_no_array_and_has_not_the_memory_of_the_job_that_submits_it(programs, capsys, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_job_is_no_array_and_has_not_the_memory_of_the_job_that_submits_it(pro
 
     monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
     assert 2 == main(["--launcher", "slurm", "train.py"])
-    assert capsys.readouterr().err.startswith("parwrap.run: the environment variable SBATCH_ARRAY_INX creates several jobs")
+    assert capsys.readouterr().err.startswith("parwrap run: the environment variable SBATCH_ARRAY_INX creates several jobs")
 
 
 def test_a_job_runs_on_when_nobody_reads_its_output(programs, capsys, monkeypatch, tmp_path):
@@ -244,8 +244,8 @@ def test_a_job_runs_on_when_nobody_reads_its_output(programs, capsys, monkeypatc
     os.close(read)
     with open(write, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert "parwrap.run: job 7 is running; its log is slurm-7.out\n" + (
-            "parwrap.run: nobody reads this command's output any longer, but job 7 is running; its log is slurm-7.out. Cancel it with "
+        assert "parwrap run: job 7 is running; its log is slurm-7.out\n" + (
+            "parwrap run: nobody reads this command's output any longer, but job 7 is running; its log is slurm-7.out. Cancel it with "
             "`scancel 7`\n"
         ) == followed(capsys, 141)
 
@@ -257,7 +257,7 @@ def test_a_loopback_of_this_machine_does_not_go_along_with_a_job_on_several(caps
 
     assert 2 == main(["--launcher", "slurm", "--nodes", "2", "train.py"])
     assert (
-        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but the job's nodes cannot reach each other "
+        f"parwrap run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but the job's nodes cannot reach each other "
         "through a loopback interface: unset the variable.\n" == capsys.readouterr().err
     )
 
@@ -285,7 +285,7 @@ def test_a_job_that_slurm_has_forgotten_is_followed_no_further(programs, capsys)
     programs(sbatch="echo 7", scontrol='echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
 
     assert (
-        "parwrap.run: cannot follow job 7 any longer. See whether it still runs with `squeue -j 7`. scontrol printed: "
+        "parwrap run: cannot follow job 7 any longer. See whether it still runs with `squeue -j 7`. scontrol printed: "
         "slurm_load_jobs error: Invalid job id specified\n"
     ) == followed(capsys, 2)
 
@@ -295,7 +295,7 @@ def test_what_sbatch_says_where_no_cluster_answers_comes_with_what_to_do(program
 
     assert 2 == main(["--launcher", "slurm", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: SLURM rejected the job; sbatch printed:\n"
+        "parwrap run: SLURM rejected the job; sbatch printed:\n"
         "sbatch: error: no record\n"
         "sbatch: fatal: Could not establish a configuration source\n"
         "If an option is wrong, change it. If no cluster answers, run this on a node from which you can submit jobs and where `sinfo` "
@@ -309,19 +309,19 @@ def test_a_log_that_this_machine_cannot_read(programs, capsys, tmp_path, monkeyp
     programs(sbatch="echo 7", scontrol=f"cat <<'END'\n{printed}END")
 
     assert (
-        "parwrap.run: job 7 ended: FAILED, exit code 181\n"
-        "parwrap.run: cannot read the log of job 7 from here: the log is my work/slurm-7.out on the first node of the job. Set --output "
+        "parwrap run: job 7 ended: FAILED, exit code 181\n"
+        "parwrap run: cannot read the log of job 7 from here: the log is my work/slurm-7.out on the first node of the job. Set --output "
         "to a path that all nodes share\n"
     ) == followed(capsys, 181)
     programs(scontrol=f"cat <<'END'\n{printed.replace('NodeList=n1', 'NodeList=(null)')}END")
-    assert "parwrap.run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)
+    assert "parwrap run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)
 
 
 def test_a_job_that_cannot_be_cancelled_goes_on_and_that_is_said(programs, capsys, monkeypatch):
     programs(sbatch="echo '7;far'", scontrol="kill -INT $PPID; sleep 1", scancel="echo 'scancel: error: Access denied' >&2; exit 1")
 
     assert (
-        "parwrap.run: job 7 is still running, because scancel failed: scancel: error: Access denied. Try again with "
+        "parwrap run: job 7 is still running, because scancel failed: scancel: error: Access denied. Try again with "
         "`scancel --clusters=far 7`.\n"
     ) == followed(capsys, 2)
 

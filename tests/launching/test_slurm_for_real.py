@@ -108,9 +108,9 @@ def test_two_nodes_train_as_one_process_and_a_failure_on_one_is_the_exit_code(st
     assert "4 ranks have trained\n" in stdout
     log = next(start.directory.glob("slurm-*.out"))
     assert [
-        "parwrap.run: submitted job N; Ctrl-C cancels it",
-        f"parwrap.run: job N is running; its log is {log.name}",
-        "parwrap.run: job N ended: FAILED, exit code 5",
+        "parwrap run: submitted job N; Ctrl-C cancels it",
+        f"parwrap run: job N is running; its log is {log.name}",
+        "parwrap run: job N ended: FAILED, exit code 5",
     ] == [line for line in messages_in(stderr) if "queue" not in line]
     assert log.read_text() == stdout
     facts = json.loads((start.directory / "facts").read_text())
@@ -174,7 +174,7 @@ def test_ctrl_c_cancels_the_job_and_a_script_can_save_before_it_ends(waiting, st
     _, stderr = process.communicate(timeout=WITHIN)
 
     assert 130 == process.returncode
-    assert "parwrap.run: cancelled job N" == messages_in(stderr)[-1]
+    assert "parwrap run: cancelled job N" == messages_in(stderr)[-1]
     shown = ended(run, number)
     assert "JobState=CANCELLED" in shown
     assert f"JobId={number} JobName=wait\n" in shown
@@ -196,7 +196,7 @@ def test_a_job_that_is_queued_again_is_followed_on_also_when_slurm_is_silent_for
     assert 0 == process.returncode, stdout + stderr
     assert "try 1\n" in stdout
     assert "of an earlier job" not in stdout
-    assert "parwrap.run: job N is running again; its log is log" in messages_in(stderr)
+    assert "parwrap run: job N is running again; its log is log" in messages_in(stderr)
 
 
 def test_what_slurm_refuses_is_said(start, run):
@@ -204,7 +204,7 @@ def test_what_slurm_refuses_is_said(start, run):
     status, _, stderr = run(*launcher("--partition", "nowhere", "train.py"))
 
     assert 2 == status
-    assert "parwrap.run: SLURM rejected the job; sbatch printed:\nsbatch: error: invalid partition specified: nowhere\n" in stderr
+    assert "parwrap run: SLURM rejected the job; sbatch printed:\nsbatch: error: invalid partition specified: nowhere\n" in stderr
 
 
 DECORATED = """

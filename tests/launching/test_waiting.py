@@ -64,7 +64,7 @@ def test_the_first_node_says_which_numbers_are_missing(server, place, capsys):
 
     assert text == (
         f"parwrap: node 0 (gpu3) waits at 127.0.0.1 port {place[-1]} for nodes 1 and 3; 2 of 4 nodes have joined. Run this on node 1: "
-        f"python -m parwrap.run --nnodes 4 --node-rank 1 --master-addr 127.0.0.1 --master-port {place[-1]} --timeout 0.6 "
+        f"parwrap run --nnodes 4 --node-rank 1 --master-addr 127.0.0.1 --master-port {place[-1]} --timeout 0.6 "
         "--nproc-per-node 8 train.py --name 'a b'"
     )
 
@@ -106,7 +106,7 @@ def test_where_nodes_are_numbered_as_they_come_it_is_said_how_many_are_missing(c
 
     assert capsys.readouterr().err == (
         f"parwrap: gpu3 waits at {place.replace(':', ' port ')} for 1 more; 1 of 2 nodes have joined. Run this on each missing node: "
-        f"python -m parwrap.run --nnodes 2:3 --rdzv-endpoint {place} --rdzv-id 1 train.py\n"
+        f"parwrap run --nnodes 2:3 --rdzv-endpoint {place} --rdzv-id 1 train.py\n"
     )
 
 
@@ -131,4 +131,4 @@ def test_where_nodes_are_numbered_as_they_come_it_is_said_how_many_are_missing(c
     ],
 )
 def test_the_command_for_another_node(argv, environ, command):
-    assert f"python -m parwrap.run {command}" == command_there(plan(*argv, **environ), 1)
+    assert f"parwrap run {command}" == command_there(plan(*argv, **environ), 1)

@@ -212,7 +212,7 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         (
             {"RANK": "0"},
             "^RANK is set but WORLD_SIZE and LOCAL_RANK are not, so the ranks cannot be identified. If no launcher started this process, "
-            "unset RANK: the process then runs as one rank. To start several ranks, use `python -m parwrap.run`. Otherwise set WORLD_SIZE "
+            "unset RANK: the process then runs as one rank. To start several ranks, use `parwrap run`. Otherwise set WORLD_SIZE "
             "and LOCAL_RANK too, as torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right "
             "values, or PARWRAP_WORLD_SIZE=1 to run on one rank.$",
         ),
@@ -240,7 +240,7 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         (
             KUBEFLOW,
             "RANK=1 and WORLD_SIZE=2 number the nodes of a job .as Kubeflow or PAI does., not its ranks: start the ranks of this node "
-            "with `python -m parwrap.run train.py`, which reads these variables, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and "
+            "with `parwrap run train.py`, which reads these variables, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and "
             "PARWRAP_LOCAL_RANK",
         ),
         (TRAINER, r"PET_NODE_RANK=1 and PET_NNODES=2 number the nodes of a job \(as Kubeflow Trainer"),
