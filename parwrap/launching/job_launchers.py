@@ -46,8 +46,8 @@ def launchers_with(option: str) -> list[str]:
 
 def add_node_options(group: argparse._ActionsContainer) -> None:
     """Add ``--nodes`` and ``--gpus-per-node`` to ``group``, for launchers that start ``parwrap run`` on nodes."""
-    group.add_argument("--nodes", type=count, default=1, metavar="N", help="Number of machines; by default 1.")
-    group.add_argument("--gpus-per-node", type=count, metavar="G", help="GPUs per machine; also the default of --nproc-per-node.")
+    group.add_argument("--nodes", type=count, default=1, metavar="N", help="machines [1]")
+    group.add_argument("--gpus-per-node", type=count, metavar="G", help="GPUs per machine, and default of --nproc-per-node")
 
 
 def count(text: str) -> int:

@@ -38,13 +38,13 @@ BREAKS = re.compile("[\x85\u2028\u2029]")
 def add_options(group: argparse._ActionsContainer) -> None:
     """Add this launcher's options to argparse."""
     add_node_options(group)
-    group.add_argument("--image", help="Container image that contains parwrap and the script.")
-    group.add_argument("--print", action="store_true", help="Print the manifest, for `kubectl apply -f -`.")
+    group.add_argument("--image", help="container image with parwrap and the script")
+    group.add_argument("--print", action="store_true", help="print the manifest, for `kubectl apply -f -`")
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    group.add_argument("--kind", choices=KINDS, default="pytorchjob", help=f"Kind of the manifest. {kinds}. By default pytorchjob.")
-    group.add_argument("--name", help="Name of the job; by default the name of the script.")
-    group.add_argument("--namespace", help="Its namespace; by default that of `kubectl`.")
-    group.add_argument("--runtime", help=f"With --kind trainjob: the ClusterTrainingRuntime; by default {RUNTIME}.")
+    group.add_argument("--kind", choices=KINDS, default="pytorchjob", help=f"{kinds} [pytorchjob]")
+    group.add_argument("--name", help="name of the job [that of the script]")
+    group.add_argument("--namespace", help="its namespace [that of `kubectl`]")
+    group.add_argument("--runtime", help=f"trainjob: the ClusterTrainingRuntime [{RUNTIME}]")
 
 
 def launch(job: Job) -> int:

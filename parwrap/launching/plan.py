@@ -23,7 +23,7 @@ import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.job_launchers import launchers_with
-from parwrap.launching.training_options import Given, add_options, decorators, scope_options
+from parwrap.launching.training_options import GROUPS, Given, add_options, decorators, scope_options
 from parwrap.options import Options
 from parwrap.ranks.device import BACKEND, of_sharing
 from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
@@ -244,23 +244,24 @@ usage: parwrap run [options] train.py [its options]
   parwrap run --batch global --sync-bn train.py          all GPUs, with the numbers of one process
   parwrap run --nnodes 2 --rdzv-endpoint HOST train.py   the same command on each of two machines
 
-options, each with its default behind the last semicolon:
+Defaults are in brackets.
 """
 
 OF_TORCHRUN = {
-    "--nproc-per-node N": "ranks on this machine; its number of GPUs, or 1",
-    "--nnodes N": "machines, or their least and most, as 2:4; 1",
-    "--rdzv-endpoint HOST:PORT": "where machines meet: the first one",
-    "--max-restarts N": "how often a failed job starts again; 0",
-    "-m, --module": "train.py is the name of a module",
-    "--log-dir DIR": "write a log file of each rank there",
+    "launch": {
+        "--nproc-per-node N": "ranks on this machine [its number of GPUs, or 1]",
+        "--nnodes N": "machines, or their least and most, as 2:4 [1]",
+        "--rdzv-endpoint HOST:PORT": "where machines meet: the first one",
+        "--max-restarts N": "how often a failed job starts again [0]",
+        "-m, --module": "train.py is the name of a module",
+    },
+    "output": {"--log-dir DIR": "write a log file of each rank there"},
+    "help": {"-h, --help": "this list"},
 }
-"""Those of torchrun's options that are needed most."""
+"""Those of torchrun's options that are needed most, in their groups of the help text."""
 
 
 class _Parser(argparse.ArgumentParser):
-    ours: argparse._ArgumentGroup
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(
             "no script to run: put its path after the options of parwrap run, followed by the script's own arguments."
@@ -270,11 +271,10 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The help text: a few options of torchrun, and those of parwrap and of a launcher, on one line each where possible."""
-        text = EXAMPLES + _rows({**OF_TORCHRUN, **_options_of(self.ours)})
-        text += _rows({"-h, --help; --help-all": "this list; all options of torchrun too"})
-        for group in self._action_groups[self._action_groups.index(self.ours) + 1 :]:
-            text += f"\n{group.title}:\n{_rows(_options_of(group))}"
-        return text
+        titles = [str(group.title) for group in self._action_groups]
+        ours = self._action_groups[titles.index(GROUPS[0]) :]  # before them are those of torchrun
+        rows = [(group.title, _rows({**OF_TORCHRUN.get(str(group.title), {}), **_options_of(group)})) for group in ours]
+        return EXAMPLES + "".join(f"\n{title}:\n{options}" for title, options in rows)
 
 
 def _options_of(group: argparse._ArgumentGroup) -> dict[str, str]:
@@ -284,7 +284,11 @@ def _options_of(group: argparse._ArgumentGroup) -> dict[str, str]:
 
 
 def _rows(options: Mapping[str, str]) -> str:
-    rows = ((left, right) for option, text in options.items() for left, right in zip_longest([option], wrap(text, 50), fillvalue=""))
+    rows = (
+        (left, right)
+        for option, text in options.items()
+        for left, right in zip_longest([option], wrap(text, 50, break_on_hyphens=False), fillvalue="")
+    )
     return "".join(f"  {left:27} {right}\n" for left, right in rows)
 
 
@@ -308,30 +312,24 @@ def command_parser() -> argparse.ArgumentParser:
         parents=[get_args_parser()],
         add_help=False,
     )
-    parser.add_argument("--help-all", "--help_all", action=_HelpAll, nargs=0, help="show all options and exit")
     binding: Any = parser._option_string_actions["--numa-binding"]
     binding.choices = [*binding.choices, NO_BINDING]
     binding.help = (
         "The cores of each rank: those of the NUMA node near its GPU, as on machines with several NUMA nodes if this is not given; of its "
         f"socket; an exclusive part of the node; or a part with a common cache. {NO_BINDING}: any core."
     )
-    parser.add_argument(
-        "--use-env",
-        "--use_env",
-        action="store_true",
-        help=(
-            "As in torch.distributed.launch. Without it, a script with --plain gets its local rank as --local-rank or --local_rank if "
-            "its source has that option. Other scripts never get it."
-        ),
-    )
-    parser.ours = ours = parser.add_argument_group("parwrap")
-    ours.add_argument("--all-ranks", "--all_ranks", action="store_true", help="show the output of every rank")
-    ours.add_argument("--quiet", action="store_true", help="no line about numbers of a share, and no summary at the end")
-    ours.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and start nothing")
-    ours.add_argument("--plain", action="store_true", help="only launch the script, as torchrun does")
-    ours.add_argument("--launcher", metavar="NAME", help="slurm, kubeflow or ray, with options of its own")
-    add_options(ours)
-    ours.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="print the version")
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    launch, output, about = groups["launch"], groups["output"], groups["help"]
+    launch.add_argument("--plain", action="store_true", help="only launch the script, as torchrun does")
+    launch.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and start nothing")
+    # as in torch.distributed.launch; without --plain, no script gets it
+    launch.add_argument("--use-env", "--use_env", action="store_true", help="plain: a script with --local-rank does not get it")
+    output.add_argument("--all-ranks", "--all_ranks", action="store_true", help="show the output of every rank")
+    output.add_argument("--quiet", action="store_true", help="no line about shares, and no summary at the end")
+    groups["clusters"].add_argument("--launcher", metavar="NAME", help="slurm, kubeflow or ray, with options of its own")
+    about.add_argument("--help-all", "--help_all", action=_HelpAll, nargs=0, help="all options of torchrun too")
+    about.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="print the version")
+    add_options(groups)
     return parser
 
 

@@ -60,20 +60,19 @@ run_rank(*pickle.load(sys.stdin.buffer))
 
 def add_options(group: argparse._ActionsContainer) -> None:
     """Add this launcher's options to argparse. A Ray worker stands for a node: it runs one rank, with one GPU or none."""
-    group.add_argument("--num-workers", dest="nodes", type=count, default=1, metavar="N", help="Number of ranks; by default 1.")
-    group.add_argument("--use-gpu", dest="gpus_per_node", action="store_const", const=1, help="Give each rank a GPU.")
+    group.add_argument("--num-workers", dest="nodes", type=count, default=1, metavar="N", help="ranks [1]")
+    group.add_argument("--use-gpu", dest="gpus_per_node", action="store_const", const=1, help="give each rank a GPU")
     group.add_argument(
         "--cpus-per-worker",
         type=count,
         metavar="C",
-        help=("CPU cores per rank; by default 1, or an equal part of the cores if Ray is started on this machine."),
+        help="CPU cores per rank [1, or an equal part of them if Ray starts here]",
     )
     group.add_argument(
         "--address",
-        help="The Ray cluster, as in ray.init: HOST:PORT, or auto. By default RAY_ADDRESS; if it is not set, Ray is started on this "
-        "machine.",
+        help="the cluster: HOST:PORT, or auto [RAY_ADDRESS; without it Ray starts here]",
     )
-    group.add_argument("--upload", action="store_true", help="Copy this directory to the workers; otherwise they must be able to read it.")
+    group.add_argument("--upload", action="store_true", help="copy this directory to the workers; otherwise they must be able to read it")
 
 
 def launch(job: Job) -> int:

@@ -26,14 +26,14 @@ __all__ = ["SHARES_FILES", "Status", "add_options", "batch_script", "launch", "r
 
 SHARES_FILES = True
 OPTIONS = {
-    "job-name": "Name of the job; by default the name of the script.",
-    "partition": "Partition to run in.",
-    "account": "Account to charge.",
-    "qos": "Quality of service.",
-    "time": "Time limit, as in 2:30:00.",
-    "cpus-per-task": "CPU cores per node: one task per node starts all its ranks.",
-    "mem": "Memory per node, as in 64G.",
-    "output": "Log file; by default slurm-%%j.out in this directory.",
+    "job-name": "name of the job [that of the script]",
+    "partition": "partition to run in",
+    "account": "account to charge",
+    "qos": "quality of service",
+    "time": "time limit, as in 2:30:00",
+    "cpus-per-task": "CPU cores per node: one task starts all its ranks",
+    "mem": "memory per node, as in 64G",
+    "output": "log file [slurm-%%j.out in this directory]",
 }
 """Options of sbatch that are offered by name, with their help texts."""
 
@@ -89,7 +89,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="Any other option of sbatch, as in --sbatch constraint=a100; may be repeated.",
+        help="any other of sbatch, as in --sbatch constraint=a100; may be repeated",
     )
 
 

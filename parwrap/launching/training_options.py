@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from parwrap.errors import UsageError
-from parwrap.options import CHOICES
+from parwrap.options import CHOICES, OF_STRATEGIES, TOGETHER
 
-__all__ = ["DECORATORS", "OF_DECORATORS", "SCOPE_OPTIONS", "Given", "add_options", "decorators", "scope_options"]
+__all__ = ["DECORATORS", "GROUPS", "OF_DECORATORS", "SCOPE_OPTIONS", "Given", "add_options", "decorators", "scope_options"]
+
+
+GROUPS = ("launch", "training", "strategies", "output", "clusters", "help")
+"""The groups of options in the help text, in its order."""
 
 
 def _whole(text: str) -> int:
@@ -47,28 +51,28 @@ def _choice(text: str) -> str:
 
 
 SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
-    "seed": {"type": _whole, "metavar": "N", "help": "of torch, numpy and python on all ranks"},
-    "batch": {"metavar": "per-rank|global", "help": "whole batches each, or parts of each; per-rank"},
-    "uneven": {"metavar": "pad|drop|join", "help": "repeat samples, skip some, or use each once; pad"},
-    "lr": {"metavar": "keep|linear|sqrt", "help": "scale learning rates by number of ranks; keep"},
-    "loss": {"metavar": "mean|sum", "help": "how the loss combines the samples of a batch; mean"},
-    "draws": {"metavar": "by-pass|per-rank", "help": "ranks draw apart in training, or always; by-pass"},
-    "backend": {"metavar": "NAME", "help": "of the process group; nccl for GPUs, else gloo"},
-    "timeout": {"type": _number, "metavar": "SECONDS", "help": "how long a rank waits for another; 1800"},
-    "strategy": {"metavar": "NAME", "help": f"{', '.join(CHOICES['strategy'])}; ddp"},
-    "bucket_cap_mb": {"type": _number, "metavar": "MB", "help": "size of DDP's gradient buckets"},
+    "seed": {"type": _whole, "metavar": "N", "help": "of torch, numpy and python [rank 0's state]"},
+    "batch": {"metavar": "per-rank|global", "help": "whole batches each, or parts of each [per-rank]"},
+    "uneven": {"metavar": "pad|drop|join", "help": "repeat samples, skip some, or use each once [pad]"},
+    "lr": {"metavar": "keep|linear|sqrt", "help": "scale learning rates by number of ranks [keep]"},
+    "loss": {"metavar": "mean|sum", "help": "how the loss combines a batch's samples [mean]"},
+    "draws": {"metavar": "by-pass|per-rank", "help": "ranks draw apart in training, or always [by-pass]"},
+    "backend": {"metavar": "NAME", "help": "of the process group [nccl on GPUs, else gloo]"},
+    "timeout": {"type": _number, "metavar": "SECONDS", "help": "how long a rank waits for another [1800]"},
+    "strategy": {"metavar": "NAME", "help": f"{', '.join(CHOICES['strategy'])} [ddp]"},
+    "bucket_cap_mb": {"type": _number, "metavar": "MB", "help": "size of DDP's gradient buckets [torch's]"},
     "gradient_as_bucket_view": {"action": "store_true", "help": "save memory; gradients change after the step"},
-    "compress": {"metavar": "NAME", "help": "send gradients as bf16, fp16 or powersgd"},
-    "powersgd_rank": {"type": _whole, "metavar": "N", "help": "powersgd: rank of the matrices; 4"},
+    "compress": {"metavar": "NAME", "help": "send gradients as bf16, fp16 or powersgd [none]"},
+    "powersgd_rank": {"type": _whole, "metavar": "N", "help": "powersgd: rank of the matrices [4]"},
     "wrap": {"type": _modules, "metavar": "CLASSES|N", "help": "fsdp: modules to gather, or their least size"},
-    "every": {"type": _whole, "metavar": "N", "help": "local_sgd: steps between averages; 8"},
-    "warmup": {"type": _whole, "metavar": "N", "help": "local_sgd: synchronous steps before them; 0"},
+    "every": {"type": _whole, "metavar": "N", "help": "local_sgd: steps between averages [8]"},
+    "warmup": {"type": _whole, "metavar": "N", "help": "local_sgd: synchronous steps before them [0]"},
     "outer": {"metavar": "nesterov", "help": "local_sgd: an outer optimizer, as in DiLoCo"},
-    "outer_lr": {"type": _number, "metavar": "LR", "help": "its learning rate; 0.7"},
-    "outer_momentum": {"type": _number, "metavar": "M", "help": "its momentum; 0.9"},
+    "outer_lr": {"type": _number, "metavar": "LR", "help": "outer: learning rate [0.7]"},
+    "outer_momentum": {"type": _number, "metavar": "M", "help": "outer: momentum [0.9]"},
     "lock": {"action": "store_true", "help": "hogwild: one rank at a time takes a step"},
-    "servers": {"type": _whole, "metavar": "N", "help": "parameter_server: the last N ranks; 1"},
-    "staleness": {"type": _whole, "metavar": "N", "help": "parameter_server: most steps ahead of the slowest"},
+    "servers": {"type": _whole, "metavar": "N", "help": "parameter_server: the last N ranks [1]"},
+    "staleness": {"type": _whole, "metavar": "N", "help": "parameter_server: most steps ahead [any]"},
 }
 """The arguments of ``argparse`` for each option of the scope."""
 
@@ -79,7 +83,7 @@ DECORATORS: dict[str, dict[str, Any]] = {
     "data_parallel": {"type": _devices, "metavar": "all|0,1", "help": "one process on several GPUs, by parts of batches"},
     "uniform_length": {"action": "store_true", "help": "batches of samples of similar length"},
     "progress": {"action": "store_true", "help": "a bar for a loop that shows none, on a terminal"},
-    "explain": {"action": "store_true", "help": "at the end, a table of what parwrap did at each line"},
+    "explain": {"action": "store_true", "help": "at the end, a table of what each line did"},
 }
 """The arguments of ``argparse`` for each decorator of parwrap around the script. An option's value is its decorator's first argument."""
 
@@ -88,7 +92,7 @@ OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "pad_value": ("uniform_length", {"type": _number, "metavar": "X", "help": "uniform_length: what sequences are padded with"}),
     "max_tokens": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: most tokens in a batch"}),
     "report": ("explain", {"metavar": "FILE", "help": "explain: a file that gets the table as JSON"}),
-    "multiple_of": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: round lengths up to it"}),
+    "multiple_of": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: round lengths up to it [1]"}),
 }
 """The other options of these decorators, each with the name of its decorator and its arguments of ``argparse``."""
 
@@ -116,14 +120,31 @@ class _Completion(argparse.Action):
         parser.exit()
 
 
-def add_options(group: argparse._ArgumentGroup) -> None:
-    """Add all options of this file to ``group``. Parsed arguments have no attribute for an option that is not given."""
+def add_options(groups: Mapping[str, argparse._ArgumentGroup]) -> None:
+    """Add all options of this file to their ``groups``. Parsed arguments have no attribute for an option that is not given."""
     others = {name: arguments for name, (_, arguments) in OF_DECORATORS.items()}
     for name, arguments in {**SCOPE_OPTIONS, **DECORATORS, **others}.items():
         given = {"type": _choice, **arguments} if name in CHOICES else arguments
-        group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
+        spelled = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+        groups[_group_of(name)].add_argument(*spelled, default=argparse.SUPPRESS, **given)
     spellings = ("--shell-completion", "--shell_completion")
-    group.add_argument(*spellings, action=_Completion, choices=("bash", "zsh", "tcsh"), help="print what completes options in that shell")
+    shells: dict[str, Any] = {
+        "choices": ("bash", "zsh", "tcsh"),
+        "metavar": "SHELL",
+        "help": "print what completes options in bash, zsh or tcsh",
+    }
+    groups["help"].add_argument(*spellings, action=_Completion, **shells)
+
+
+def _group_of(name: str) -> str:
+    """The group of an option of this file.
+
+    >>> [_group_of(name) for name in ("timeout", "batch", "wrap", "amp", "report")]
+    ['launch', 'training', 'strategies', 'training', 'output']
+    """
+    if name == "strategy" or OF_STRATEGIES.get(name, TOGETHER) is not TOGETHER:
+        return "strategies"
+    return {"backend": "launch", "timeout": "launch", "progress": "output", "explain": "output", "report": "output"}.get(name, "training")
 
 
 def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,19 +2,24 @@
 
 import json
 import os
+import re
 import string
 import subprocess
 import sys
 import sysconfig
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 
 import parwrap
 from parwrap.launching.command_line import split_at_script
 from parwrap.launching.plan import command_parser, plan_launch
+from parwrap.launching.training_options import SCOPE_OPTIONS
+from parwrap.options import Options
 from planning import plan
 
 PARSER = command_parser()
@@ -156,14 +161,24 @@ def test_parwrap_run_is_the_command_of_the_module(script, started, tmp_path, sta
     assert ["[rank 0] ['--seed'] 0", "[rank 1] ['--seed'] 1"] == sorted(stdout.splitlines())
 
 
-def test_the_help_has_a_line_for_each_option_of_parwrap_and_three_examples(capsys):
-    PARSER.print_help()
-    lines = capsys.readouterr().out.splitlines()
+def test_the_help_has_every_option_of_parwrap_in_one_group_and_three_examples():
+    usage, examples, _, *paragraphs = PARSER.format_help().split("\n\n")
+    options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", "\n".join(paragraphs), re.MULTILINE)
+    ours = {option for option in OURS if option.startswith("--") and "_" not in option} - {*get_args_parser()._option_string_actions}
 
-    assert len(lines) <= 60
-    assert 3 == sum(line.startswith("  parwrap run ") for line in lines)
-    for action in PARSER.ours._group_actions:
-        assert any(line.startswith(f"  {action.option_strings[0]} ") for line in lines), action.option_strings
+    assert usage.startswith("usage: parwrap run [options] train.py")
+    assert 3 == examples.count("  parwrap run ")
+    assert ["launch", "training", "strategies", "output", "clusters", "help"] == [each.partition(":")[0] for each in paragraphs]
+    assert len(options) == len(set(options))
+    assert ours <= set(options)
+
+
+def test_the_help_has_the_default_of_each_option_of_the_scope_in_brackets():
+    defaults = {each.name: each.default for each in fields(Options) if each.name in SCOPE_OPTIONS and each.default not in (None, False)}
+    helps = {action.dest: action.help for action in PARSER._actions}
+
+    for name, default in defaults.items():
+        assert helps[name].endswith(f" [{str(default).replace('_', '-')}]"), name
 
 
 def test_help_all_lists_the_options_of_torchrun_too(capsys):
