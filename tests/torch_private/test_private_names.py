@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def torchs_names(source, others=frozenset()):
         elif isinstance(node, ast.keyword) and node.arg:
             found += private(node.arg) - others
         elif isinstance(node, ast.Import):
-            found += private(*(alias.name for alias in node.names)) - others
+            found += private(*(alias.name for alias in node.names)) - others - sys.stdlib_module_names
         elif isinstance(node, ast.ImportFrom):
             found += private(node.module, *(alias.name for alias in node.names)) - others
     for text in texts_of(tree):
@@ -143,6 +144,7 @@ def test_a_private_name_of_torch_is_found(source, names):
         "class A:\n    def __init__(self): self._buffers = {}\n    def all(self): return self._buffers",
         "class A:\n    def __init__(self, other): self._held = other._held",
         "sys._getframe(1)",
+        "import _thread",
         "call._replace(weight=1)",
         '"""What ``torch._C`` does."""',
         "raise UsageError('torch._C is not for you')",
