@@ -285,7 +285,7 @@ def _prepare_training(
     totals = Totals(group.world.size, passes, unless_quiet)
     observer = _Observer(same_step, totals)
     undo.enter_context(group.observed(observer))
-    loop = Loop(group, options, passes, optimizers, modules, losses, divisors, same_step, totals)
+    loop = Loop(group, options, passes, optimizers, modules, losses, divisors, same_step, totals, unless_quiet)
     optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
     traits, name = options.now.traits, options.now.strategy
     made: Strategy = getattr(import_module(f"parwrap.strategies.{name}"), traits.kind)(loop)

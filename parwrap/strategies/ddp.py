@@ -23,6 +23,7 @@ from parwrap.places import script_place
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.ddp_averager import BUCKET_MB, FIRST_BUCKET, GradientAverager, average_now
 from parwrap.strategies.ddp_sites import Site, Sites
+from parwrap.strategies.micro_batches import MicroBatches
 from parwrap.strategies.strategy import Loop, OneModel
 from parwrap.torch_private.autograd import in_backward, input_metadata
 
@@ -43,6 +44,9 @@ class DDP(OneModel):
         super().__init__(loop)
         self._sites = self._new_sites(self.buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
+        # until it is known whether the script accumulates by hand
+        traits = loop.options().traits
+        self._micro_batches = MicroBatches(loop.passes, loop.say) if traits.averages and traits.in_buckets else None
         self._thread: int | None = None
         self._local = self._synced_steps = self._counted_steps = 0
         with torch.inference_mode(False), torch.enable_grad():
@@ -104,6 +108,8 @@ class DDP(OneModel):
         if scale != 1.0:
             weighted, loss = call.times(scale), None if loss is None else loss * scale
         exchange = loop.same_step.begin(averager.number, weight, site.place, site.shown, loss)
+        if self._micro_batches is not None:
+            self._micro_batches.before(averager)
         try:
             if site.then_average or call.options["create_graph"]:
                 averager.run_then_average(weighted, exchange)
@@ -119,6 +125,8 @@ class DDP(OneModel):
             loop.losses.write_mean(root, call, exchange.means[LOSS] + exchange.means[LOSS_LOW])
         if grows or self._sites.arrived:
             self._sites.grow(site, call)
+        if self._micro_batches is not None:
+            self._micro_batches.after(averager, site.place)
         self.buffers.after_backward()
 
     def _failed(self, averager: GradientAverager, site: Site, error: BaseException) -> None:
@@ -204,6 +212,8 @@ class DDP(OneModel):
         steps = self.loop.optimizers.steps
         if steps != self._counted_steps:  # else one rank steps by itself, or it is an optimizer of one batch
             self._counted_steps = steps
+            if self._micro_batches is not None and self._micro_batches.stepped(optimizer):
+                self._micro_batches = None
             self._weights.after_step(optimizer)
 
     def end(self) -> None:

@@ -50,6 +50,7 @@ class Loop:
         divisors: weighs the cross entropies of a global batch.
         same_step: checks that all ranks are at the same step.
         totals: what the numbers that the script computes from passes cover.
+        say: prints a line on rank 0, unless the script is to be quiet.
     """
 
     group: Group
@@ -61,6 +62,7 @@ class Loop:
     divisors: Divisors
     same_step: SameStep
     totals: Totals
+    say: Callable[[str], None]
 
 
 def differing_parameter(all_ranks: Sequence[Sequence[Any]]) -> str:
