@@ -24,6 +24,7 @@ from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import DIGITS, Passes
 from parwrap.places import Place, script_place
+from parwrap.ranks.device import to_host
 from parwrap.ranks.group import Group
 from parwrap.torch_private.autograd import in_backward
 
@@ -83,7 +84,7 @@ class Exchange:
     sent: list[float]
     loss: torch.Tensor | None
     means: list[float] | torch.Tensor = field(default_factory=list)
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | None = None
 
 
 class SameStep:
@@ -230,15 +231,13 @@ class SameStep:
         means, loss, training = cast(torch.Tensor, exchange.means), exchange.loss, exchange.training
         if loss is not None and (training is None or not training.shared) and self.work.watches(exchange.place):
             means = torch.cat((means, loss.detach().reshape(1).to(means.dtype)))
-        copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        copied, event = to_host(means)
         self._on_the_way.append(replace(exchange, means=copied, loss=None, arrived=event))
         return self._compare_arrived() if len(self._on_the_way) > 1 else False
 
     def _compare_arrived(self) -> bool:
         before = self._on_the_way.popleft()
-        cast(torch.cuda.Event, before.arrived).synchronize()
+        cast(torch.Event, before.arrived).synchronize()
         before.means = means = cast(torch.Tensor, before.means).tolist()
         if len(means) > NUMBERS:
             before.sent[LOSS] = means.pop()

@@ -23,6 +23,7 @@ from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.device import processor, to_host
 from parwrap.ranks.group import Group
 from parwrap.ranks.structures import mapped
 
@@ -139,7 +140,7 @@ def _factors(numbers: torch.Tensor) -> torch.Tensor:
 
 def _sent(numbers: list[Any], device: torch.device) -> torch.Tensor:
     """``numbers`` on ``device``, without a wait for it."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -195,7 +196,7 @@ class SameWeights:
         self._said = False
         self._due = 1  # the number of steps after which to check next
         self._unchecked: dict[Optimizer, None] = {}  # kept alive: the last steps are compared after the function has dropped them
-        self._on_the_way: tuple[_Check, torch.cuda.Event] | None = None
+        self._on_the_way: tuple[_Check, torch.Event] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped together with other ranks, and compare the weights if that is due; see :func:`is_due`."""
@@ -245,10 +246,8 @@ class SameWeights:
         self._checked = clock
         now = self._taken(early)
         self.due_at = None
-        if now.sums.is_cuda:
-            before, event = self._on_the_way, torch.cuda.Event()
-            whole = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(now.whole, non_blocking=True)
-            event.record()
+        if not now.sums.is_cpu:
+            before, (whole, event) = self._on_the_way, to_host(now.whole)
             self._on_the_way = now._replace(whole=whole), event
             if before is None:
                 return
@@ -279,7 +278,7 @@ class SameWeights:
             sums, count = check.sums.tolist(), len(check.owned)
             others = dict(zip(check.others, sums[count:], strict=True))
             numbers = sorted(self._modules.numbers_of(check.owned))
-            return _Weights(_processor(self._group), check.options, sums[:count], others, check.frozen, check.frozen_others, numbers)
+            return _Weights(processor(self._group.device), check.options, sums[:count], others, check.frozen, check.frozen_others, numbers)
 
         def error(all_ranks: list[_Weights]) -> Exception | None:
             return self._error(all_ranks, check)
@@ -406,11 +405,6 @@ class _Weights(NamedTuple):
 def _puts_off(check: _Check, all_ranks: Sequence[_Weights]) -> bool:
     """Whether an early check has found that other optimizers have stepped on other ranks, which may step in another order."""
     return bool(check.early) and any(each.numbers != all_ranks[0].numbers for each in all_ranks)
-
-
-def _processor(group: Group) -> str:
-    """What this rank's optimizers compute on: vector instructions of another length may round in another way."""
-    return torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
 class Differ(IntEnum):

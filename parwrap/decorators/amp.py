@@ -22,6 +22,7 @@ from parwrap.precision.choice import LEVELS, check, choose, missing_named
 from parwrap.precision.halving import HalfForGood, HalfInCalls
 from parwrap.precision.loss_scale import AmpState
 from parwrap.precision.scaling import Scaling
+from parwrap.ranks.device import current_device
 from parwrap.ranks.group import current, say
 
 __all__ = ["amp", "amp_state"]
@@ -155,9 +156,7 @@ def amp_state() -> AmpState:
 
 def _device() -> str:
     group = current()
-    if group is not None:
-        return group.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return (current_device() if group is None else group.device).type
 
 
 _open: list[AmpState] = []

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from parwrap.errors import UsageError
+from parwrap.ranks.device import has_bf16
 
 __all__ = ["LEVELS", "Precision", "check", "choose", "missing_named"]
 
@@ -81,12 +82,8 @@ def choose(dtype: Any, level: str | None, device: str) -> Precision:
             "O2": Precision(device, half, scales=True, model="in calls"),
             "O3": Precision(device, half, model="for good"),
         }[level]
-    chosen = DTYPES[dtype] or (torch.bfloat16 if _has_bf16(device) else half)
+    chosen = DTYPES[dtype] or (torch.bfloat16 if has_bf16(device) else half)
     return Precision(device, chosen, autocasts=True, scales=chosen is half)
-
-
-def _has_bf16(device: str) -> bool:
-    return device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 # operations that a device lacks

@@ -24,12 +24,13 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
+from torch.serialization import default_restore_location
 
 from parwrap.intercept.patch import Patch, caller, is_patched
 from parwrap.intercept.torch_calls import SERIALIZATION
 from parwrap.rank_zero.last_read import LastRead
+from parwrap.ranks.device import accelerator
 from parwrap.ranks.stdin import check_opening
 
 __all__ = ["Change", "FileCalls", "NativeFileCalls", "Opening", "patches", "save_patches", "writes"]
@@ -282,11 +283,12 @@ def _loading(files: FileCalls) -> Callable:
 
 def _on_own_gpu(location: Any) -> Any:
     """The ``map_location`` that loads onto this rank's GPU, whichever GPU ``location`` names or the file was saved on."""
-    if not torch.cuda.is_available():
+    kind = accelerator()
+    if kind is None:
         return location
     if location is None:
-        return lambda storage, saved_from: storage.cuda() if saved_from.startswith("cuda") else storage
-    return "cuda" if str(location).startswith("cuda") else location
+        return lambda storage, saved_from: default_restore_location(storage, kind) if saved_from.startswith(kind) else storage
+    return kind if str(location).startswith(kind) else location
 
 
 @contextmanager

@@ -22,15 +22,20 @@ from parwrap.torch_private.cuda import count_without_driver, driver_device_count
 
 __all__ = [
     "BACKEND",
+    "accelerator",
     "choose_backend",
     "choose_device",
     "cores",
     "cuda_has_started",
+    "current_device",
     "drawing_module",
     "gpu_count",
+    "has_bf16",
     "most_allocated",
     "of_sharing",
+    "processor",
     "see_only",
+    "to_host",
     "torch_backend",
     "uses_nccl",
     "visible_gpu",
@@ -121,6 +126,39 @@ def drawing_module() -> Any:
     module = torch.get_device_module(kind)
     draws = hasattr(module, "get_rng_state") and getattr(module, "is_initialized", lambda: True)()
     return module if draws else None
+
+
+def accelerator() -> str | None:
+    """The type of the accelerators that torch can use in this process, such as cuda or xpu; ``None`` without one."""
+    return "cuda" if torch.cuda.is_available() else _other_accelerator()
+
+
+def current_device() -> torch.device:
+    """Torch's current accelerator, or the CPU without one: what a process computes on whose device parwrap has not chosen."""
+    kind = accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+    """A copy of ``values`` on the host that is still on its way from an accelerator, and an event after which it is there."""
+    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    event = torch.Event(values.device)
+    event.record()
+    return copied, event
+
+
+def processor(device: torch.device) -> str:
+    """What computes on ``device``: two kinds of it may round in two ways."""
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability()
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return name(device) if name else device.type
+
+
+def has_bf16(kind: str) -> bool:
+    """Whether devices of that ``kind`` compute in bfloat16 themselves, as far as torch says."""
+    supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
+    return supported is None or supported(including_emulation=False)
 
 
 def most_allocated(device: torch.device) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError, in_one_line
 from parwrap.ranks.background import in_background
-from parwrap.ranks.device import choose_backend, choose_device, torch_backend, uses_nccl
+from parwrap.ranks.device import choose_backend, choose_device, current_device, torch_backend, uses_nccl
 from parwrap.ranks.rendezvous import met
 from parwrap.ranks.world import World, detect
 from parwrap.torch_private.distributed import abort_process_groups, quiet_gloo, set_default_group
@@ -215,8 +215,7 @@ def open_group() -> Group | None:
         return _current
     if not dist.is_initialized():
         return None
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Group(World(dist.get_rank(), dist.get_world_size()), "nccl" if uses_nccl() else dist.get_backend(), device)
+    return Group(World(dist.get_rank(), dist.get_world_size()), "nccl" if uses_nccl() else dist.get_backend(), current_device())
 
 
 @contextmanager

@@ -147,8 +147,8 @@ class FSDP(DDP):
 
     def _mesh_of(self, device: torch.device) -> DeviceMesh:
         if self._mesh is None:
-            if device.type == "cuda":  # else the mesh takes the GPU number LOCAL_RANK, but this rank sees only one
-                torch.cuda.set_device(device)
+            if device.type != "cpu":  # else the mesh takes the GPU number LOCAL_RANK, but this rank sees only one
+                torch.get_device_module(device).set_device(device)
             self._mesh = init_device_mesh(device.type, (self.loop.group.world.size,))
         return self._mesh
 

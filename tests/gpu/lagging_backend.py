@@ -30,7 +30,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
 import parwrap
-from parwrap.checks import same_step, same_weights, watchdog
+from parwrap.checks import same_weights, watchdog
+from parwrap.ranks import device
 from parwrap.ranks import group as groups
 from parwrap.strategies import ddp_averager
 
@@ -170,6 +171,8 @@ class Event:
         waits: the places where a host waited for its device.
     """
 
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
     recorded = 0
     waits: list[str] = []  # noqa: RUF012 one device
 
@@ -224,16 +227,26 @@ def _pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
+class _Cuda(ModuleType):
+    """A mock of ``torch.cuda`` there."""
+
+    Event = Event
+    current_stream = Stream.current
+    stream = staticmethod(lambda stream: stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
 class _Torch(ModuleType):
     """A mock of the module ``torch`` on a machine with a GPU."""
 
     tensor = staticmethod(_pinned(torch.tensor))
     empty = staticmethod(_pinned(torch.empty))
 
-    class cuda(ModuleType):
-        Event = Event
-        current_stream = Stream.current
-        stream = staticmethod(lambda stream: stream)
+    Event = Event
+
+    cuda = _Cuda("cuda")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -247,6 +260,10 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
     return sys._getframe(1).f_code.co_filename.startswith(OURS) and not any(tensor is each for each in pinned)
 
 
+def _is_cpu(tensor: torch.Tensor) -> bool:
+    return not sys._getframe(1).f_code.co_filename.startswith(OURS) or any(tensor is each for each in pinned)
+
+
 @contextmanager
 def as_on_gpus() -> Iterator[Lagging]:
     """The process group of the test replaced by one that parwrap takes for NCCL's, and the CPU by what it takes for a GPU: a mock."""
@@ -257,10 +274,11 @@ def as_on_gpus() -> Iterator[Lagging]:
         patch.setattr(groups, "torch_backend", lambda backend: NAME)
         patch.setattr(groups, "_current", None)
         patch.setattr(watchdog, "abort_nccl", lambda: dist.group.WORLD.abort())
-        for module in (ddp_averager, same_step, same_weights):
+        for module in (ddp_averager, device, same_weights):
             patch.setattr(module, "torch", _Torch("torch"))
         patch.setattr(ddp_averager, "Future", lambda devices: Future())
         patch.setattr(torch.Tensor, "is_cuda", property(_is_cuda), raising=False)
+        patch.setattr(torch.Tensor, "is_cpu", property(_is_cpu), raising=False)
         patch.setattr(Event, "recorded", 0)
         patch.setattr(Event, "waits", [])
         patch.setattr(Stream, "used", [])

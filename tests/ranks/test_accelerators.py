@@ -3,6 +3,7 @@
 It has no kernels, so tensors stay on the CPU; what is asked is which device and which backend a rank gets.
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import parwrap
 from parwrap.errors import LaunchError
 from parwrap.loop.random_streams import ALL, RandomStreams, get_states, set_states
+from parwrap.precision.choice import choose
+from parwrap.rank_zero.calls import _on_own_gpu as own_device
 from parwrap.ranks import device
 from parwrap.ranks.world import World
 
@@ -124,6 +128,15 @@ class Module:
     def set_device(self, index):
         self.current = index
 
+    def current_device(self):
+        return 1
+
+    def get_device_name(self, device):
+        return f"accelerator {device.index}"
+
+    def is_bf16_supported(self, including_emulation=True):
+        return including_emulation
+
 
 @pytest.fixture
 def accelerators(monkeypatch):
@@ -186,5 +199,50 @@ def test_the_peak_memory_is_that_of_the_accelerator(accelerators):
     assert (7, 0) == (device.most_allocated(torch.device("xpu", 0)), device.most_allocated(torch.device("cpu")))
 
 
+def test_a_process_computes_on_the_current_accelerator(accelerators):
+    accelerators("xpu", 4)
+
+    assert torch.device("xpu", 1) == device.current_device()
+    assert "accelerator 1" == device.processor(torch.device("xpu", 1)) != device.processor(torch.device("cpu"))
+    assert torch.float16 == choose("auto", None, "xpu").dtype  # it only emulates bf16
+
+
+def test_without_an_accelerator_a_process_computes_on_the_cpu(accelerators):
+    accelerators("xpu", 0)
+
+    assert (torch.device("cpu"), None) == (device.current_device(), device.accelerator())
+
+
+@pytest.mark.parametrize(("location", "wanted"), [("xpu:3", "xpu"), (torch.device("xpu", 3), "xpu"), ("cpu", "cpu"), ("cuda:1", "cuda:1")])
+def test_a_file_is_loaded_onto_the_ranks_own(accelerators, location, wanted):
+    accelerators("xpu", 4)
+
+    assert wanted == own_device(location)
+
+
 def test_torch_names_the_backend():
     assert "xccl" == device.choose_backend(None, torch.device("xpu", 0))
+
+
+FOR_CUDA_ALONE = {
+    "decorators/data_parallel.py",
+    "doctor/gather.py",
+    "inline/launching.py",
+    "inline/returned.py",
+    "ranks/device.py",
+    "strategies/ddp_averager.py",
+    "strategies/replicas.py",
+}
+"""They divide batches over GPUs, report on them, fork beside them, or send from their streams. Others ask ``ranks/device.py``."""
+
+
+def test_only_what_is_for_cuda_alone_names_its_module():
+    package = Path(parwrap.__file__).parent
+    naming = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
+    }
+
+    assert FOR_CUDA_ALONE == {file for file in naming if not file.startswith("torch_private/")}
