@@ -24,7 +24,6 @@ OTHERS = {
         "_FileOpeners",
         "_PathGlobber",
         "_StringGlobber",
-        "_thread",
         "_Outside",
         "_Traced",
         "_actions",
