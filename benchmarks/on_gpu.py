@@ -3,6 +3,9 @@
 Two NCCL ranks share one GPU. NCCL takes each for a host of its own, so they meet over sockets, and a step takes longer than with a GPU for
 each rank. With ``--ranks 1`` the reference is the plain loop of a single process. Ways take turns in the same processes, on batches that
 are on the GPU; a turn is timed after the steps in which parwrap compares weights more often. "by hand again" is the reference once more.
+
+``--minutes 8`` runs the experiments of ``eight.py`` instead, each with its part of that time, and prints a row for each; with ``--cpu``
+those that a CPU can run. Without a GPU, and without ``--cpu``, nothing is measured, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ import argparse
 import contextlib
 import hashlib
 import io
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,7 +96,8 @@ def plain_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -
 @contextmanager
 def by_hand(case: Case, meeting: str) -> Iterator[None]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=meeting, rank=rank, world_size=ranks)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
     yield
     dist.destroy_process_group()
 
@@ -154,15 +161,71 @@ def rank_process(rank: int, ranks: int, folder: str, cases: list[str], repeats: 
             print(f"weights by hand and of parwrap: {'equal, bit for bit' if len(weights) == 1 else 'DIFFERENT'}", flush=True)
 
 
+def run_experiment(name: str, device: str, seconds: float) -> tuple[dict[str, Any], str]:
+    """The numbers of an experiment of ``eight.py`` on two ranks, and what its row ends with."""
+    from eight import EXPERIMENTS, FAILS, on_disk
+
+    with tempfile.TemporaryDirectory(prefix="on-gpu-") as folder:
+        program, began = Path(__file__).with_name("eight.py"), time.monotonic()
+        place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        ranks = []
+        for rank in range(2):
+            hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+            environment = {**os.environ, **hidden, **as_host(rank), **place, "RANK": str(rank)}
+            words = [sys.executable, str(program), name, device, folder]
+            with Path(folder, f"errors-{rank}").open("w") as errors:
+                ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True))
+        try:
+            for each in ranks:
+                each.wait(max(began + seconds - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            return {}, f"NOT DONE in {seconds:.0f} s"
+        finally:
+            for each in ranks:
+                each.kill()
+        took, printed = time.monotonic() - began, ranks[0].communicate()[0].splitlines()
+        numbers = json.loads(printed[-1]) if printed else {}
+        if "failure" in name:
+            raised = FAILS in Path(folder, "errors-1").read_text()  # and not something else
+            numbers |= {"seconds": round(took, 1), "ends": ranks[0].returncode, "raised": raised}
+            numbers |= on_disk(Path(folder)) if "checkpoints" in name else {}
+        try:
+            return numbers, "as wanted" if EXPERIMENTS[name].wanted(numbers) else "NOT as wanted"
+        except KeyError:
+            last = [Path(folder, f"errors-{rank}").read_text().strip().splitlines()[-1:] for rank in range(2)]
+            return numbers, f"FAILED: {last}"
+
+
+def experiments(minutes: float, device: str) -> None:
+    """Run the experiments of ``eight.py`` and print a row for each."""
+    from eight import EXPERIMENTS
+
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, two ranks on one {where}", flush=True)
+    ends, left = time.monotonic() + 60 * minutes, len(EXPERIMENTS)
+    for name, experiment in EXPERIMENTS.items():
+        if device == "cpu" and not experiment.on_cpu:
+            numbers, said = {}, "needs a GPU"
+        else:
+            numbers, said = run_experiment(name, device, (ends - time.monotonic()) / left)
+        left -= 1
+        print(f"{name:32}{said:15} {', '.join(f'{key}: {value}' for key, value in numbers.items())}", flush=True)
+
+
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--repeats", type=int, default=10, help="turns of each way")
+    parser.add_argument("--minutes", type=float, help="run the experiments of eight.py instead, in so many minutes")
+    parser.add_argument("--cpu", action="store_true", help="with --minutes: run those that a CPU can run")
     arguments = parser.parse_args()
-    if not torch.cuda.device_count():
-        parser.exit(1, "torch sees no GPU here: nothing is measured.\n")
+    if not torch.cuda.device_count() and not (arguments.cpu and arguments.minutes):
+        parser.exit(2, "torch sees no GPU here: nothing is measured.\n")
+    if arguments.minutes:
+        experiments(arguments.minutes, "cpu" if arguments.cpu else "cuda")
+        return
     with tempfile.TemporaryDirectory(prefix="on-gpu-") as folder:
         torch.multiprocessing.spawn(rank_process, (arguments.ranks, folder, arguments.cases, arguments.repeats), arguments.ranks)
 
