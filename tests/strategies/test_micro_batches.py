@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 
 K = 2
-SAID = f"runs {K} backwards for each step"
+SAID = "backwards for each step"
 
 
 class Training:
@@ -74,7 +74,10 @@ def two_lines(t):
 
 
 def two_loaders(t):
-    for loaders in cycle([(iter(t.loader), iter(parwrap.shard(DataLoader(t.loader.dataset, 4))))]):
+    both = iter(t.loader), iter(parwrap.shard(DataLoader(t.loader.dataset, 2)))
+    for batches in both:
+        next(batches)
+    for loaders in cycle([both]):
         for batches in loaders:
             if (batch := next(batches, None)) is None:
                 return
@@ -176,6 +179,14 @@ def said(capfd, train, **options):
 @pytest.mark.parametrize("train", [by_hand, keeping_zeros, two_optimizers])
 def test_accumulation_by_hand_is_said_once(capfd, train):
     assert (parwrap.rank() == 0) == said(capfd, train)
+
+
+@pytest.mark.ranks(2)
+def test_it_says_how_many_batches_and_where(capfd):
+    parwrap.distributed(lambda: by_hand(Training()))()
+    line = f"test_micro_batches.py:{by_hand.__code__.co_firstlineno + 2} runs {K} backwards for each step"
+
+    assert (parwrap.rank() == 0) == (line in capfd.readouterr().err)
 
 
 @pytest.mark.ranks(2)
