@@ -12,10 +12,10 @@ from typing import Any
 
 __all__ = ["OF_GPUS", "OF_LAUNCHER", "OF_RANKS", "missing_names", "private", "warn_of_newer_torch"]
 
-NEWEST = (2, 14)
+NEWEST = (2, 15)
 """The newest minor release of torch that the tests pass with."""
 
-TESTED = "2.9 to 2.14"
+TESTED = "2.9 to 2.15"
 """All minor releases of torch that the tests pass with."""
 
 OF_RANKS = (
@@ -145,7 +145,7 @@ def private(path: str) -> Any:
 
     >>> private("torch.optim._newest_hook")(1)
     Traceback (most recent call last):
-    RuntimeError: torch 2... has no torch.optim._newest_hook, which parwrap needs here: install torch 2.9 to 2.14, or a newer parwrap.
+    RuntimeError: torch 2... has no torch.optim._newest_hook, which parwrap needs here: install torch 2.9 to 2.15, or a newer parwrap.
     """
     owner, name = _owner(path)
     return getattr(owner, name) if hasattr(owner, name) else _Missing(path)

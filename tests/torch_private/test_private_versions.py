@@ -72,7 +72,7 @@ def test_a_newer_torch_that_has_changed_a_name_is_one_line_and_runs(monkeypatch,
 
     said = [line for line in capfd.readouterr().err.splitlines() if "newer than" in line]
     expected = (
-        f"parwrap: torch {torch.__version__} is newer than those that parwrap is tested with (2.9 to 2.14), and has changed private names "
+        f"parwrap: torch {torch.__version__} is newer than those that parwrap is tested with (2.9 to 2.15), and has changed private names "
         "that parwrap uses: torch.nn.utils.clip_grad._clip_grads_with_norm_. What needs them fails. Install one of these versions, or a "
         "newer parwrap."
     )
