@@ -340,6 +340,7 @@ def test_processes_of_a_rank_prepare_a_folder_that_the_script_has_removed(tmp_pa
         assert ["0", "1"] == [Path(f"cache/{number}").read_text() for number in range(2)]
         Path("cache/4").write_text("4")
         assert [f"{number}" for number in range(5)] == os.listdir("cache")
+        barrier()  # what the processes have written is real, and rank 0 removes it for both
         shutil.rmtree("cache")  # and once more
         os.makedirs("cache")
         with multiprocessing.get_context("fork").Pool(2) as pool:
