@@ -35,7 +35,7 @@ def _nothing_is_left(tmp_path, monkeypatch):
         return mine.num_fds() - files > 0, set(mine.children()) - children
 
     yield
-    until = time.monotonic() + 5
+    until = time.monotonic() + 20
     while left() != (False, set()) and time.monotonic() < until:
         time.sleep(0.01)  # a thread of a queue to a loader's worker closes its pipe a moment after
         gc.collect()
