@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
+from struct import Struct
 from typing import NamedTuple
 
 from parwrap.errors import LockstepError, counted
@@ -32,17 +33,15 @@ RECENT = 4
 """The number of last backwards whose sets a page has. A host is never that many backwards ahead of its GPU: each reads the numbers of the
 one before."""
 
-NUMBERS = 9 + RECENT
-"""How many numbers of eight bytes a page has before its place: a sequence number, ``backwards``, ``state``, ``what`` and ``controls`` of
-:class:`Page`, the length of the place, ``sets``, a checksum of all these but the state, which changes alone, and the two numbers of
-``done``, which only errors read.
+RECORD = Struct(f"{8 + RECENT}q")
+"""The numbers of a page before its place: ``backwards``, ``state``, ``what``, ``controls`` and ``sets`` of :class:`Page`, a checksum of all
+these but the state, which changes alone, the length of the place, and the two numbers of ``done``, which only errors read.
 
-The sequence number is odd while the others are written, so that a reader tries again; so it does where the checksum is another's, because
-not every processor shows writes in their order. Each number is written as a whole; ``struct.pack_into`` would write zeros first.
+A reader whose checksum differs tries again: the page is being written, and not every processor shows writes in their order.
 """
 
-STATE, SETS, CHECKSUM, DONE, PLACE = 2, 6, 6 + RECENT, 7 + RECENT, 8 * NUMBERS
-"""Where a page has its state, its sets, its checksum and ``done``, in words, and its place, in bytes."""
+STATE, CONTROLS, SETS, CHECKSUM, PLACE = 1, 3, 4, 4 + RECENT, RECORD.size
+"""Where a page has its state, its number of controls, its sets and its checksum, in words, and its place, in bytes."""
 
 ATTEMPTS = 1000
 """How often a reader tries again while a page is being written. The rank of the page may have died while writing."""
@@ -272,10 +271,10 @@ class Positions:
             at = other * WORDS
             state = numbers[at + STATE]
             if state == RUNS:  # it waits for nothing, but its GPU may
-                further = numbers[at + 1] - backwards
-                differs = further > 0 or (further == 0 and numbers[at + SETS] != sets[0]) or numbers[at + 4] > controls
+                further = numbers[at] - backwards
+                differs = further > 0 or (further == 0 and numbers[at + SETS] != sets[0]) or numbers[at + CONTROLS] > controls
             else:  # one that waits for averages may be in the same backward, which this rank may have reached the end of as well
-                differs = (numbers[at + 1], BACKWARD if state == AVERAGES else state, numbers[at + 3], numbers[at + 4]) != mine
+                differs = (numbers[at], BACKWARD if state == AVERAGES else state, numbers[at + 2], numbers[at + CONTROLS]) != mine
             if differs:
                 self._compare_pages(other)
 
@@ -377,25 +376,21 @@ class Positions:
 
     def _read(self, index: int) -> Page:
         """The page of rank number ``index`` of this node. Its place is left empty: only errors need it, from :meth:`_place`."""
-        at = index * WORDS
         for attempt in range(ATTEMPTS):
-            sequence = self._numbers[at]
-            backwards, state, what, controls = self._numbers[at + 1 : at + 5].tolist()
-            sets = self._numbers[at + SETS : at + SETS + RECENT].tolist()
-            page = Page(backwards, state, what, controls, "", sets)
-            is_whole = self._numbers[at + CHECKSUM] == hash((sequence, backwards, what, controls, *sets)) or not sequence
-            if is_whole and sequence % 2 == 0 and self._numbers[at] == sequence:
+            backwards, state, what, controls, *rest = RECORD.unpack_from(self._memory, index * SIZE)
+            sets, checksum = rest[:RECENT], rest[RECENT]
+            if checksum in (hash((backwards, what, controls, *sets)), 0):  # 0: nothing is written yet
                 break
             time.sleep(0.001 * (attempt > 10))  # the other rank may wait for a core
-        return page
+        return Page(backwards, state, what, controls, "", sets)
 
     def _begun(self, index: int, page: Page) -> tuple[int, int]:
         """How many backwards rank number ``index`` of this node, with this ``page``, has begun in its pass, and its batches."""
-        backwards, batches = self._numbers[index * WORDS + DONE : index * WORDS + DONE + 2].tolist()
+        backwards, batches = RECORD.unpack_from(self._memory, index * SIZE)[-2:]
         return backwards + (batches > 0 and page.state % APART in (BACKWARD, AVERAGES, State.INNER)), batches
 
     def _place(self, index: int) -> str:
-        length = self._numbers[index * WORDS + 5]
+        length = RECORD.unpack_from(self._memory, index * SIZE)[-3]
         return self._memory[index * SIZE + PLACE : index * SIZE + PLACE + length].decode(errors="replace")
 
     def add_to_place(self, words: str) -> None:
@@ -406,20 +401,15 @@ class Positions:
         self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
 
     def _write(self, page: Page) -> None:
-        at, numbers = self._rank * WORDS, self._numbers
-        numbers[at] += 1
-        if page.place != self.mine.place:
-            text = page.place.encode()[: SIZE - PLACE]
+        at = self._rank * SIZE
+        backwards, state, what, controls, place, sets = page
+        if place != self.mine.place:
+            text = place.encode()[: SIZE - PLACE]
             self._length = len(text)
-            self._memory[self._rank * SIZE + PLACE : self._rank * SIZE + PLACE + len(text)] = text
-        numbers[at + 1], numbers[at + 2], numbers[at + 3], numbers[at + 4], _, sets = page
-        numbers[at + 5] = self._length
-        if sets is not self.mine.sets:
-            for number, each in enumerate(sets, at + SETS):
-                numbers[number] = each
-        numbers[at + CHECKSUM] = hash((numbers[at] + 1, page.backwards, page.what, page.controls, *sets))
-        numbers[at] += 1
-        numbers[at + DONE], numbers[at + DONE + 1] = self.done
+            self._memory[at + PLACE : at + PLACE + len(text)] = text
+        checksum = hash((backwards, what, controls, *sets))
+        # at once: pack_into would write zeros first
+        self._memory[at : at + PLACE] = RECORD.pack(backwards, state, what, controls, *sets, checksum, self._length, *self.done)
         self.mine = page
 
     def close(self) -> None:

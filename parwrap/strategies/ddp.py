@@ -122,7 +122,7 @@ class DDP(OneModel):
         # compare, and leave the mean in the loss
         grows = loop.same_step.finish(exchange)
         if root is not None:
-            loop.losses.write_mean(root, call, exchange.means[LOSS] + exchange.means[LOSS_LOW])
+            loop.losses.write_mean(root, exchange.means[LOSS] + exchange.means[LOSS_LOW])
         if grows or self._sites.arrived:
             self._sites.grow(site, call)
         if self._micro_batches is not None:

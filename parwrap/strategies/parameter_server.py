@@ -179,11 +179,11 @@ class ParameterServer(OneModel):
         weight = self._weight(call)
         root, added = loop.losses.root(call), loop.divisors.weigh(call)
         scale = weight * loss_factor(weight, self._group.world.size, loop.options(), loop.passes.reads_whole)
-        loss = None if root is None else (root.detach() if added is None else root.detach() + added) * scale
+        loss = None if root is None else (root.data if added is None else root.data + added) * scale
         call.times(scale).run()
         if root is not None and self._staleness == 0:
             assert loss is not None
-            loop.losses.write_mean(root, call, self._mean(loss))
+            loop.losses.write_mean(root, self._mean(loss))
         loop.passes.ran_backward()
         self._trained = True
 

@@ -202,7 +202,7 @@ def test_a_page_whose_numbers_become_visible_in_another_order_is_read_again(page
     second.enter(BACKWARD, 900, "train.py:39")
     whole = bytes(second._memory[SIZE:])
     second._memory[SIZE:] = before
-    numbers[WORDS] += 2  # its sequence number comes first, as on a processor that does not keep the order of writes
+    numbers[WORDS] += 1  # its number of backwards comes first, as on a processor that does not keep the order of writes
     later = threading.Timer(0.1, second._memory.__setitem__, (slice(SIZE, 2 * SIZE), whole))
     later.start()
     page = first._read(1)
