@@ -60,6 +60,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", driver.set_device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", driver.by_nvml)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)  # an earlier test may have started the real driver
     monkeypatch.setattr(device_module, "_given", None)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", driver.count, raising=False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
