@@ -65,7 +65,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     try:
         given, script = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
-        raise UsageError(unknown_option(str(unknown), parser)) from None
+        raise UsageError(unknown_option(unknown, parser)) from None
     arguments = parse_options(parser, given, script)
     for name in NOT_COMPARED:
         if getattr(arguments, name):

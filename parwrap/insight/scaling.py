@@ -85,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.prog = "parwrap scaling"
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--plot")

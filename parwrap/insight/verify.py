@@ -174,6 +174,7 @@ def _verify(argv: Sequence[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.prog = "parwrap verify"
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--against")

@@ -16,7 +16,15 @@ __all__ = ["UnknownOptionError", "parse_options", "split_at_script"]
 
 
 class UnknownOptionError(UsageError):
-    """An option before the script that the parser does not know; its argument is the option as written."""
+    """An option before the script that the parser does not know; its argument is the option as written.
+
+    Attributes:
+        put_right: the command line with all such options, and their values, after the script; empty if no script is found.
+    """
+
+    def __init__(self, written: str) -> None:
+        super().__init__(written)
+        self.put_right: list[str] = []
 
 
 def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -47,7 +55,11 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
         if written == "--":
             break
         name, equals, value = _attached(parser, written)
-        full = _in_full(parser, name, written)
+        try:
+            full = _in_full(parser, name, written)
+        except UnknownOptionError as unknown:
+            unknown.put_right = _put_right(parser, argv)
+            raise
         takes_value = parser._option_string_actions[full].nargs is None
         if takes_value and not equals and rest:
             value = rest.pop(0)
@@ -68,6 +80,39 @@ def parse_options(parser: argparse.ArgumentParser, options: list[str], script: S
         parser.exit()
     arguments.training_script, *arguments.training_script_args = script
     return arguments
+
+
+def _put_right(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """``argv`` with the options that ``parser`` does not know, and their values, after the script; empty if no script is found.
+
+    After an unknown option, the script is the next word that ends with ``.py`` or follows ``-m``: any other word may be its value.
+
+    >>> parser = argparse.ArgumentParser()
+    >>> _ = parser.add_argument("--seed")
+    >>> _put_right(parser, ["--epochs", "3", "--seed", "7", "--fast", "train.py", "--lr", "1"])
+    ['--seed', '7', 'train.py', '--epochs', '3', '--fast', '--lr', '1']
+    """
+    ours: list[str] = []
+    theirs: list[str] = []
+    rest, before = list(argv), ""
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if word.endswith(".py") or before in ("-m", "--module"):
+                return [*ours, word, *theirs, *rest]
+            theirs.append(word)
+            continue
+        name, equals, _ = _attached(parser, word)
+        try:
+            before = _in_full(parser, name, word)
+        except UsageError:
+            before = ""
+            theirs.append(word)
+            continue
+        ours.append(word)
+        if parser._option_string_actions[before].nargs is None and not equals and rest:
+            ours.append(rest.pop(0))
+    return []
 
 
 def _attached(parser: argparse.ArgumentParser, written: str) -> tuple[str, str, str]:

@@ -76,7 +76,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
     except UnknownOptionError as unknown:
         if name not in HOMES:
             return None  # the name may belong to the script; without a job, the option is refused
-        raise UsageError(_not_its_option(name, str(unknown), parser)) from None
+        raise UsageError(_not_its_option(name, unknown, parser)) from None
     arguments = parse_options(parser, ours, script)
     if arguments.launcher is None:
         return None
@@ -125,8 +125,8 @@ def _first_name(argv: Sequence[str]) -> str:
     raise UsageError("there is no --launcher on the command line: add --launcher NAME.")
 
 
-def _not_its_option(name: str, option: str, parser: argparse.ArgumentParser) -> str:
-    others = launchers_with(option.partition("=")[0])
+def _not_its_option(name: str, unknown: UnknownOptionError, parser: argparse.ArgumentParser) -> str:
+    others = launchers_with(str(unknown).partition("=")[0])
     if others:
-        return f"{option} is an option of --launcher {' and '.join(others)}, not of {name}: remove it, or choose that launcher."
-    return unknown_option(option, parser)
+        return f"{unknown} is an option of --launcher {' and '.join(others)}, not of {name}: remove it, or choose that launcher."
+    return unknown_option(unknown, parser)

@@ -132,7 +132,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     try:
         given, command = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
-        raise UsageError(unknown_option(str(unknown), parser)) from None
+        raise UsageError(unknown_option(unknown, parser)) from None
     arguments = parse_options(parser, given, command)
     if arguments.launcher:
         raise UsageError("--launcher must be written in full, not abbreviated.")  # otherwise ``run.py`` has noticed it
@@ -333,22 +333,23 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
+def unknown_option(unknown: UnknownOptionError, parser: argparse.ArgumentParser) -> str:
     """The error message for an option that ``parser`` does not have."""
-    name = option.partition("=")[0]
-    if launchers := launchers_with(name):
-        return f"{name} is an option of --launcher {' and '.join(launchers)}: add the launcher, or remove {name}."
+    name = str(unknown).partition("=")[0]
     known = [option for option in parser._option_string_actions if "_" not in option]
     begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs does not match --nnodes
     close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if name in OF_OTHERS:
         close = ["--nproc-per-node"]
-    hint = (
-        f"did you mean {close[0]}?"
-        if close
-        else "`parwrap run --help-all` lists the options; the script's own options come after its name."
-    )
-    return f"there is no option {name}; {hint}"
+    if launchers := launchers_with(name):
+        text = f"{name} is an option of --launcher {' and '.join(launchers)}: add the launcher, or remove {name}."
+    elif close:
+        text = f"there is no option {name}; did you mean {close[0]}?"
+    else:
+        text = f"there is no option {name}; `parwrap run --help-all` lists the options."
+    if unknown.put_right:
+        return f"{text} The script's own options come after its name: `{parser.prog} {shlex.join(unknown.put_right)}`"
+    return text if close or launchers else f"{text} The script's own options come after its name."
 
 
 def _ranks(asked: str, gpus: int, cores: int) -> int:

@@ -120,7 +120,11 @@ TOLERANCE_WANTED = "must be 0 or a finite positive number: verify takes differen
             ["--against", "ddp", "--batch", "global"],
             "--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.",
         ),
-        (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
+        (
+            ["--stepz", "3"],
+            "there is no option --stepz; did you mean --steps? The script's own options come after its name: "
+            "`parwrap verify train.py --stepz 3`",
+        ),
     ],
 )
 def test_options_that_cannot_be_compared_are_refused(options, expected, tmp_path, monkeypatch, capsys):

@@ -74,7 +74,11 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
             ["--launcher", "slurm", "--image=i", "train.py"],
             "--image=i is an option of --launcher kubeflow, not of slurm: remove it, or choose that launcher.",
         ),
-        (["--launcher", "slurm", "--partitoin", "p", "train.py"], "there is no option --partitoin; did you mean --partition?"),
+        (
+            ["--launcher", "slurm", "--partitoin", "p", "train.py"],
+            "there is no option --partitoin; did you mean --partition? "
+            "The script's own options come after its name: `parwrap run --launcher slurm train.py --partitoin p`",
+        ),
         (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a positive integer."),
         (
             ["--launcher", "slurm", "--nnodes", "2", "train.py"],
@@ -130,8 +134,16 @@ def test_only_a_node_can_know_how_many_gpus_it_has():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add the launcher, or remove --partition."),
-        (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add the launcher, or remove --nodes."),
+        (
+            ["--partition", "p", "train.py"],
+            "--partition is an option of --launcher slurm: add the launcher, or remove --partition. "
+            "The script's own options come after its name: `parwrap run train.py --partition p`",
+        ),
+        (
+            ["--nodes=2", "train.py"],
+            "--nodes is an option of --launcher slurm and kubeflow: add the launcher, or remove --nodes. "
+            "The script's own options come after its name: `parwrap run train.py --nodes=2`",
+        ),
         (["--launch", "slurm", "train.py"], "--launcher must be written in full, not abbreviated."),
     ],
 )

@@ -10,15 +10,27 @@ from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
+BEHIND = "The script's own options come after its name: `parwrap run"
+
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--sed", "1", "train.py"], "there is no option --sed; did you mean --seed?"),
-        (["--nproc-per-node=2", "--batsh=global", "train.py"], "there is no option --batsh; did you mean --batch?"),
+        (
+            ["--sed", "1", "train.py"],
+            f"there is no option --sed; did you mean --seed? {BEHIND} train.py --sed 1`",
+        ),
+        (
+            ["--seed", "1", "--batch-size", "32", "--fast", "-m", "recipes.digits", "--lr", "0.1"],
+            f"there is no option --batch-size; did you mean --batch? {BEHIND} --seed 1 -m recipes.digits --batch-size 32 --fast --lr 0.1`",
+        ),
+        (
+            ["--nproc-per-node=2", "--batsh=global", "train.py"],
+            f"there is no option --batsh; did you mean --batch? {BEHIND} --nproc-per-node=2 train.py --batsh=global`",
+        ),
         (
             ["--xyzzy", "train.py"],
-            "there is no option --xyzzy; `parwrap run --help-all` lists the options; the script's own options come after its name.",
+            f"there is no option --xyzzy; `parwrap run --help-all` lists the options. {BEHIND} train.py --xyzzy`",
         ),
         ([], "no script to run: put its path after the options of parwrap run, followed by the script's own arguments."),
         (["--seed", "one", "train.py"], "argument --seed: 'one' is not an integer."),
@@ -56,11 +68,11 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--node-rank", "1", "train.py"], "--node-rank 1 does not fit --nnodes 1: node ranks start at 0, and the last is 0."),
         (["--node-rank", "-1", "train.py"], "--node-rank -1 does not fit --nnodes 1: node ranks start at 0, and the last is 0."),
         (
-            ["--bogus", "train.py"],
-            "there is no option --bogus; `parwrap run --help-all` lists the options; the script's own options come after its name.",
+            ["--bogus", "train"],
+            "there is no option --bogus; `parwrap run --help-all` lists the options. The script's own options come after its name.",
         ),
-        (["--nprocs", "2", "train.py"], "there is no option --nprocs; did you mean --nproc-per-node?"),
-        (["-np", "2", "train.py"], "there is no option -np; did you mean --nproc-per-node?"),
+        (["--nprocs", "2", "train.py"], f"there is no option --nprocs; did you mean --nproc-per-node? {BEHIND} train.py --nprocs 2`"),
+        (["-np", "2", "train.py"], f"there is no option -np; did you mean --nproc-per-node? {BEHIND} train.py -np 2`"),
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
         (
             ["--nnodes", "1:2", "--master-addr", "there", "train.py"],
