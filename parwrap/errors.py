@@ -12,11 +12,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from pickle import PickleError
+from traceback import walk_tb
 
 __all__ = [
     "LaunchError",
@@ -70,8 +72,9 @@ def explain(
     short: tuple[int, int] | None = None,
     written: Sequence[str] = (),
     changed: Callable[[], str | None] = lambda: None,
+    hidden: Sequence[str] = (),
 ) -> None:
-    """Add a note with advice to an error about device numbers, batch norms, fixed batch sizes or missing files, unless it has notes.
+    """Add a note with advice to an error about device numbers, batch norms, fixed batch sizes, files or variables, unless it has notes.
 
     Before Python 3.11 it does nothing.
 
@@ -82,6 +85,7 @@ def explain(
         short: the sizes of a short last batch of this rank's share and of all batches of one process; ``None`` if that is not the case.
         written: names of the files that only this rank sees, the last ones written.
         changed: returns the name of the file that this thread has opened last, if another process has changed it since.
+        hidden: the environment variables that the script does not see.
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
         return
@@ -113,6 +117,11 @@ def explain(
             f"find them: {', '.join(written)}. To read rank 0's instead, call parwrap.barrier() between the line that writes such a file "
             "and the line that reads it."
         )
+    elif _missing_variable(error) in hidden:
+        error.add_note(
+            f"parwrap: `parwrap run` hides {_missing_variable(error)} and the other variables of a launcher from a plain script. To launch "
+            "a script that distributes itself, add --plain: `parwrap run --plain ...`. Elsewhere use parwrap.rank(), parwrap.world_size()."
+        )
     elif isinstance(error, UNREADABLE) and (name := changed()) is not None:
         error.add_note(
             f"parwrap: {name} has changed since this rank opened it, because another process writes it, such as a child process of another "
@@ -125,6 +134,19 @@ def _is_missing(error: BaseException, written: Sequence[str]) -> bool:
     """Whether ``error`` says that a file is missing, or a module whose file is among those ``written``."""
     module = f"{error.name}".rpartition(".")[2] if isinstance(error, ModuleNotFoundError) else ""
     return "No such file" in str(error) or f"{module}.py" in written
+
+
+def _missing_variable(error: BaseException) -> str:
+    """The environment variable that ``error`` says is missing; empty if it is another error.
+
+    >>> _missing_variable(KeyError("RANK")), _missing_variable(ValueError("environment variable RANK expected, but not set"))
+    ('', 'RANK')
+    """
+    of_torch = re.search(r"environment variable (\w+) expected", str(error)) if isinstance(error, ValueError) else None
+    if of_torch is not None or not isinstance(error, KeyError):
+        return of_torch[1] if of_torch else ""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return str(error.args[0]) if frames and frames[-1].f_code is type(os.environ).__getitem__.__code__ else ""
 
 
 def counted(number: int, what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -449,8 +449,8 @@ def _share_streams(group: Group) -> int:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Add advice to an error that leaves the block."""
+def explained(hidden: Sequence[str] = ()) -> Iterator[None]:
+    """Add advice to an error that leaves the block, in which the environment variables ``hidden`` are not there."""
     try:
         yield
     except BaseException as error:
@@ -463,6 +463,7 @@ def explained() -> Iterator[None]:
             None if loop is None else loop.passes.short,
             files.written() if files else (),
             files.last_read.changed if files else lambda: None,
+            hidden,
         )
         raise
 

@@ -40,7 +40,7 @@ from parwrap.ranks.device import see_only
 from parwrap.ranks.platform import WINDOWS, known_signals
 from parwrap.ranks.processes import die_with_parent, forks_end_here
 from parwrap.ranks.stdin import refuse_stdin
-from parwrap.ranks.world import INIT_METHOD
+from parwrap.ranks.world import INIT_METHOD, launch_variables
 
 __all__ = ["run_alone", "run_exit_handlers", "run_rank", "run_target"]
 
@@ -181,7 +181,7 @@ def _explained(script: Script) -> AbstractContextManager:
         return nullcontext()
     from parwrap.decorators.distributed import explained
 
-    return explained()
+    return explained(launch_variables())
 
 
 @contextmanager

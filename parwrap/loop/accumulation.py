@@ -33,6 +33,9 @@ __all__ = ["Accumulation"]
 LOOKS = 8
 """The number of skipped steps whose gradients are compared with what backward has left."""
 
+BY_HAND = 3
+"""After so many calls of an optimizer's ``step()`` it is clear whether the script itself accumulates."""
+
 
 class _Window:
     """The batches that count for one step of an optimizer. A window keeps its optimizer alive while it has skipped steps.
@@ -45,6 +48,7 @@ class _Window:
         scaler: the script's own scaler that steps the optimizer.
         closing: whether ``.grad`` has the gradients of the whole window.
         backward: the number of the last backward before the optimizer's last step.
+        batches: on how many batches of one line the backwards before each of its first steps ran.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -52,6 +56,7 @@ class _Window:
         self.site: Any = None
         self.scaler: torch.amp.GradScaler | None = None
         self.backward = 0
+        self.batches: list[int] = []
         self.begin()
 
     def begin(self) -> None:
@@ -108,6 +113,9 @@ class Accumulation(Interceptor):
         self._scaler_used = self._stepped = self._running = self._in_step = self._ended = False
         self._failure: BaseException | None = None
         self._thread = threading.get_ident()
+        self._batches: dict[Any, set[int]] = {}  # since the last step: for a line and a pass, the batches of its backwards
+        self._drawn: tuple[int, int] | None = None  # the pass that drew the last batch, and the number of that batch
+        self._told = False
         self.backwards = 0
 
     # the regular loop
@@ -135,6 +143,8 @@ class Accumulation(Interceptor):
         finally:
             self._running = False
         self.backwards += 1
+        if self._drawn is not None:
+            self._batches.setdefault((site, self._drawn[0]), set()).add(self._drawn[1])
         self._site = site, codes_of(frame)
         self._left_by_backward = self._states() if self._looks else {}
 
@@ -150,6 +160,9 @@ class Accumulation(Interceptor):
                 "adds up the gradients of backwards. Call loss.backward() before each step, or train this part without parwrap.accumulate."
             )
         window.backward = self.backwards
+        if not self._told and len(window.batches) < BY_HAND:
+            self._note_by_hand(window)
+        self._batches.clear()
         if window.steps == self._steps - 1:
             self._complete([window])
             window.begin()
@@ -160,6 +173,21 @@ class Accumulation(Interceptor):
         window.site, window.clips = self._site, list(self._clips)
         self._skipped += [(p, *_state(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
         return True
+
+    def drew(self, of: int, number: int) -> None:
+        """Note that the pass with the id ``of`` has drawn its batch ``number``."""
+        self._drawn = of, number
+
+    def _note_by_hand(self, window: _Window) -> None:
+        """Warn once if each of the first steps has followed several backwards at one line, on different batches of a pass."""
+        window.batches.append(max(map(len, self._batches.values()), default=0))
+        if len(window.batches) == BY_HAND and min(window.batches) > 1:
+            self._told, number = True, window.batches[-1]
+            warn(
+                f"parwrap: {script_place()} runs {number} backwards for each step, on a batch each, so accumulate({self._steps}) steps "
+                f"once every {number * self._steps} batches. Remove one of the two: accumulate, or what accumulates by hand. This is shown "
+                "once."
+            )
 
     def clip(self, clip: Clip) -> Any:
         """Clip before the step that ends a window. Before a skipped step, only note ``clip`` and return the norm."""
@@ -341,18 +369,21 @@ class _Pass(Batches):
     def __init__(self, batches: Iterator, accumulation: Accumulation) -> None:
         super().__init__(batches)
         self._accumulation = accumulation
-        self._before, self._exhausted = accumulation.backwards, False
+        self._before, self._exhausted, self._count = accumulation.backwards, False, 0
 
     def __next__(self) -> Any:
         if self._exhausted:
             raise StopIteration
         try:
-            return super().__next__()
+            batch = super().__next__()
         except StopIteration:
             self._exhausted = True
             if self._accumulation.backwards > self._before:
                 self._accumulation.exhausted()
             raise
+        self._count += 1
+        self._accumulation.drew(id(self), self._count)
+        return batch
 
     def __del__(self) -> None:
         if not self._exhausted and self._accumulation.backwards > self._before:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.intercepted_calls import Backward, Clip
 from parwrap.loop.optimizers import parameters_of
-from parwrap.places import script_place
+from parwrap.places import script_place, warn
 from parwrap.ranks.agreement import agree, agree_on, first_difference
 from parwrap.ranks.group import is_alone
 from parwrap.ranks.structures import mapped
@@ -32,7 +32,7 @@ from parwrap.strategies.ddp import DDP
 from parwrap.strategies.ddp_sites import Sites, made_equal
 from parwrap.strategies.fsdp_model import ShardedModel
 from parwrap.strategies.fsdp_tensors import ShardedTensors, clip_by_norm, is_sharded, refuse_alone, refuse_hook
-from parwrap.strategies.fsdp_units import can_be_sharded, units, unsharded
+from parwrap.strategies.fsdp_units import can_be_sharded, kinds_in, units, unmatched, unsharded
 from parwrap.strategies.strategy import Loop, refuse_one_vector
 from parwrap.torch_private.autograd import in_backward, tensor_hooks
 from parwrap.torch_private.fsdp import DISABLED_SUBCLASSES_WORK, forget_process_groups
@@ -69,6 +69,7 @@ class FSDP(DDP):
         self._weights.leaves_out = self._sites.leaves_out = self._is_part
         self._mesh: DeviceMesh | None = None
         self._in_forward = False
+        self._wrappable: list[str] = []  # classes in the models sharded before the first step
 
     def _new_sites(self, new_set: Callable[[], None]) -> _Sites:
         return _Sites(self.loop, new_set, self._alive)
@@ -114,6 +115,7 @@ class FSDP(DDP):
         with torch.inference_mode(False):
             self._sites.close()  # with its hooks on parameters
             self._make_alike(module, {name: p for name, p in parameters.items() if not is_sharded(p)})
+            self._wrappable += kinds_in(module)
             inside = [unit for unit in units(module, self.loop.options().wrap) if unit not in self._inner]
             whole = unsharded(module, inside, device)
             model = ShardedModel(module, inside, whole, self._mesh_of(device), self.loop.same_step.sends, self._tensors.whole)
@@ -217,7 +219,24 @@ class FSDP(DDP):
     def step(self, optimizer: Optimizer) -> None:
         super().step(optimizer)
         self._meet(optimizer)
+        if self._wrappable:
+            self._check_wrap()
         self._tensors.begin_step()
+
+    def _check_wrap(self) -> None:
+        """At the first step, when all models that it trains are sharded, check that ``wrap`` names modules of theirs."""
+        there, self._wrappable = ", ".join(sorted(set(self._wrappable))), []
+        wrap = self.loop.options().wrap
+        missing = unmatched(wrap, self._inner)
+        if not missing:
+            return
+        names, place = " and ".join(missing), script_place()
+        if len(missing) == (len(wrap) if isinstance(wrap, tuple) else 1):
+            raise UsageError(
+                f"wrap names {names}, but no module of the models that {place} trains is one. There are {there}. Name the classes whose "
+                "modules are gathered one by one, or leave wrap out."
+            )
+        warn(f"parwrap: wrap names {names}, but no module of the models that {place} trains is one. There are {there}.")
 
     def stepped(self, optimizer: Optimizer) -> None:
         self._tensors.end_step()

@@ -10,7 +10,7 @@ from torch import nn
 
 from parwrap.torch_private.modules import registered_modules
 
-__all__ = ["can_be_sharded", "units", "unsharded"]
+__all__ = ["can_be_sharded", "kinds_in", "units", "unmatched", "unsharded"]
 
 Wrap = int | type | str | tuple[type | str, ...] | None
 """What becomes a unit. A number: modules with at least so many elements. Classes or names: modules of these. ``None``: repeated blocks."""
@@ -38,6 +38,23 @@ def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
         if not torn:
             return chosen
         chosen = [module for module in chosen if id(module) not in torn]
+
+
+def unmatched(wrap: Wrap, modules: Iterable[nn.Module]) -> list[str]:
+    """The classes of ``wrap`` to which none of ``modules`` belongs; a number matches any.
+
+    >>> unmatched(("Linear", "Blok", nn.GRU), nn.Sequential(nn.Linear(2, 2)).modules())
+    ['Blok', 'GRU']
+    """
+    kinds = () if wrap is None or isinstance(wrap, int) else wrap if isinstance(wrap, tuple) else (wrap,)
+    there = list(modules)
+    return [kind if isinstance(kind, str) else kind.__name__ for kind in kinds if not any(_is_a(module, kind) for module in there)]
+
+
+def kinds_in(root: nn.Module) -> list[str]:
+    """The classes of the modules inside ``root`` that can be units."""
+    inner = (module for module in root.modules() if module is not root and _has_forward(module) and _elements(module.parameters()))
+    return list(dict.fromkeys(type(module).__name__ for module in inner))
 
 
 def unsharded(root: nn.Module, inside: Collection[nn.Module], device: torch.device) -> list[nn.Parameter]:

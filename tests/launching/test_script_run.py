@@ -160,3 +160,23 @@ def test_an_accumulate_of_the_script_that_differs_names_the_option_of_the_comman
         "UsageError: parwrap.accumulate(3) cannot be opened inside --accumulate 2 of the command, because each batch counts for one step "
         "only. Use the same number for both, or remove one of the two.\n"
     )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("import os; os.environ['RANK']", True),
+        ("import os; os.environ['LOCAL_RANK']", True),
+        ("import torch; torch.distributed.init_process_group('gloo')", True),
+        ("{}['RANK']", False),
+        ("import os; os.environ['HOME_OF_DATA']", False),
+    ],
+)
+def test_a_script_that_looks_for_a_launcher_is_sent_to_plain(source, hint, tmp_path):
+    (tmp_path / "train.py").write_text(source)
+    _, _, stderr = outcome("-m", "parwrap.run", "train.py", cwd=tmp_path)
+    last = stderr.splitlines()[-1]
+
+    assert hint == last.startswith("parwrap: `parwrap run` hides ")
+    assert hint == ("add --plain" in last)

@@ -747,3 +747,36 @@ def test_a_function_that_trains_on_one_batch_in_each_call_is_told_once():
         step()
 
     assert -3.0 == weight.item()
+
+
+# over accumulation by hand
+
+
+def accumulating(steps, every, lines=1):
+    w = weight()
+
+    @parwrap.accumulate(steps)
+    def train():
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        for number, batch in enumerate(DataLoader(range(24), batch_size=2), 1):
+            for _ in range(lines):
+                (batch.sum() * w).sum().backward()
+            if number % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train()
+
+
+def test_accumulation_by_hand_inside_is_warned_about_once():
+    with pytest.warns(UserWarning, match=r"runs 2 backwards for each step, on a batch each, so accumulate\(3\) .* every 6 batches") as said:
+        accumulating(steps=3, every=2)
+
+    assert 1 == len(said)
+
+
+@pytest.mark.parametrize("loop", [{"steps": 3, "every": 1}, {"steps": 3, "every": 1, "lines": 2}, {"steps": 1, "every": 2}])
+def test_loops_that_step_after_each_batch_are_not_warned_about(loop):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulating(**loop)

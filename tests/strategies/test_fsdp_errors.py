@@ -188,3 +188,24 @@ def test_after_an_error_nothing_hangs_on_a_model():
 def test_options_without_a_meaning_are_refused(options, text):
     with pytest.raises(UsageError, match=text):
         parwrap.distributed(**{"strategy": "fsdp", **options})
+
+
+def trained_with(wrap):
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
+    with parwrap.distributed(strategy="fsdp", wrap=wrap):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", ["Blok", ("Blok", nn.GRU)])
+def test_classes_of_wrap_that_no_model_has_are_an_error_that_lists_those_there(wrap):
+    with pytest.raises(UsageError, match=r"wrap names Blok.* trains is one\. There are LayerNorm, Linear\."):
+        trained_with(wrap)
+
+
+@pytest.mark.ranks(2)
+def test_one_class_of_wrap_that_no_model_has_is_a_warning():
+    with pytest.warns(UserWarning, match=r"wrap names Blok, but no module"):
+        trained_with(("Linear", "Blok"))
