@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING, NoReturn
 
-from parwrap.errors import LaunchError
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.command_line import in_files
+from parwrap.launching.defaults import Defaults, defaults_here
 from parwrap.launching.fork_server import loading, start, stop
 from parwrap.launching.reexec import Reexec
 from parwrap.ranks.environment import environment
@@ -45,38 +47,44 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
         argv: the options and the script with its arguments.
         is_command: whether this process runs nothing else, so that it may restart or end itself.
     """
+    try:
+        defaults = defaults_here()
+    except UsageError as error:
+        print(f"parwrap run: {error}", file=sys.stderr)
+        return 2
+    likely = _likely(argv, defaults)
     reexec = Reexec(os.environ, possible=is_command)
     environ = reexec.environ
-    forks = reexec.for_ranks or (reexec.first and _several_ranks_likely(argv, environ))
+    forks = reexec.for_ranks or (reexec.first and _several_ranks_likely(likely, environ))
     if forks:
         reexec.with_what_ranks_need()
     working_directory = [] if _is_safe() else [sys.path.pop(0)]
-    with loading(to_share=forks), _torchs_warnings_off(argv), _ended_by_ctrl_c():
+    with loading(to_share=forks), _torchs_warnings_off(likely), _ended_by_ctrl_c():
         import torch.distributed.run  # noqa: F401 - not a module of this name in the directory that the command runs in
     reexec.clean_environment()
     if forks:
-        _start_fork_server(argv)
+        _start_fork_server(likely)
     sys.path[:0] = working_directory
     from parwrap.errors import ParwrapError
     from parwrap.launching.plan import plan_launch
     from parwrap.ranks.device import cores, gpu_count
 
     try:
-        if _launcher_likely(argv):
+        if _launcher_likely(likely):
             from parwrap.launching.job_launchers import launcher_named
             from parwrap.launching.jobs import requested_job
 
-            job = requested_job(argv, environ, cores())
+            job = requested_job(argv, environ, cores(), defaults)
             if job is not None:
                 return launcher_named(job.launcher).launch(job)
-        plan = plan_launch(argv, environ, gpu_count(), cores())
+        plan = plan_launch(argv, environ, gpu_count(), cores(), defaults=defaults)
         if plan.dry_run:
             return _describe(plan, environ)
         if not plan.in_this_process:
             _print_notice(plan)
             if plan.torchrun.start_method == "forkserver" and not forks:
                 reexec.with_what_ranks_need()
-                _start_fork_server(argv)
+                _start_fork_server(likely)
             from parwrap.launching.agent import launch
 
             status = launch(plan)
@@ -85,6 +93,9 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
             return status
     except ParwrapError as error:
         print(f"parwrap run: {error}", file=sys.stderr)
+        if defaults.table and isinstance(error, UsageError) and str(defaults.file) not in str(error):
+            keys = ", ".join(defaults.table)
+            print(f"parwrap run: {defaults.file} has defaults for {keys}. --no-defaults leaves them out.", file=sys.stderr)
         return 2
     if forks:
         stop()
@@ -95,6 +106,14 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
     _print_notice(plan)
     run_alone(plan.script)
     return 0
+
+
+def _likely(argv: Sequence[str], defaults: Defaults) -> list[str]:
+    """The command line for guesses: with what files and ``defaults`` add to it, at the script's side too."""
+    try:
+        return [*in_files(argv), *defaults.likely()]
+    except UsageError:  # the file may be the script's
+        return list(argv)
 
 
 def _print_notice(plan: LaunchPlan) -> None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from parwrap.errors import ParwrapError, UsageError, counted
 from parwrap.insight.recording import PRECISELY, Settings
-from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.command_line import UnknownOptionError, parse_options
+from parwrap.launching.defaults import TURNED_OFF, defaults_here
 from parwrap.launching.plan import command_parser, look_for, unknown_option
 from parwrap.ranks.world import IN_SCRATCH
 
@@ -63,7 +64,7 @@ def asked_for(argv: Sequence[str], add_own: Callable[[argparse.ArgumentParser], 
     parser.set_defaults(nproc_per_node=None, nnodes=None)
     add_own(parser)
     try:
-        given, script = split_at_script(parser, argv)
+        given, script = defaults_here().split(parser, argv)
     except UnknownOptionError as unknown:
         raise UsageError(unknown_option(unknown, parser)) from None
     arguments = parse_options(parser, given, script)
@@ -129,7 +130,7 @@ def run_in_scratch(ranks: int, options: Sequence[str], settings: Settings, scrip
     folder.mkdir()
     recorder = json.dumps(asdict(settings) | {"folder": str(folder)})
     on_ranks = ["--nproc-per-node", str(ranks), *(["--seed", str(settings.seed)] if ranks > 1 else [])]
-    command = [sys.executable, "-m", "parwrap.run", *on_ranks, *options, "-m", "parwrap.insight.recording", recorder, *script]
+    command = [sys.executable, "-m", "parwrap.run", TURNED_OFF, *on_ranks, *options, "-m", "parwrap.insight.recording", recorder, *script]
     precisely = {} if settings.timed else PRECISELY
     environ = {"PYTHONHASHSEED": "0", **precisely, **os.environ, IN_SCRATCH: "1", "PYTHONUNBUFFERED": "1"}
     output = folder / "said"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from parwrap.errors import UsageError
 
-__all__ = ["UnknownOptionError", "parse_options", "split_at_script"]
+__all__ = ["UnknownOptionError", "in_files", "parse_options", "split_at_script"]
 
 
 class UnknownOptionError(UsageError):
@@ -30,7 +32,8 @@ class UnknownOptionError(UsageError):
 def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split ``argv`` into options of ``parser``, spelled in full, and the script with its arguments as written.
 
-    A long option may be abbreviated to a unique prefix; in it, a dash and an underscore are interchangeable.
+    A long option may be abbreviated to a unique prefix; in it, a dash and an underscore are interchangeable. The words in a file replace
+    ``@file``.
 
     Args:
         parser: the parser, whose options take one value or none.
@@ -41,7 +44,7 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
 
     Raises:
         UnknownOptionError: ``parser`` has no such option.
-        UsageError: a prefix is ambiguous.
+        UsageError: a prefix is ambiguous, or a file cannot be read.
 
     >>> parser = argparse.ArgumentParser()
     >>> _ = parser.add_argument("--nproc-per-node"), parser.add_argument("--seed")
@@ -50,8 +53,15 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
     """
     options: list[str] = []
     rest = list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
+    read: list[str] = []
+    while rest and rest[0].startswith(("-", "@")) and rest[0] not in ("-", "@"):
         written = rest.pop(0)
+        if written.startswith("@"):
+            if written in read:
+                raise UsageError(f"{written} stands twice on the command line, or names itself: each file of options counts once.")
+            read.append(written)
+            rest[:0] = _words(written)
+            continue
         if written == "--":
             break
         name, equals, value = _attached(parser, written)
@@ -68,6 +78,22 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
         else:
             options.append(f"{full}={value}" if equals else full)
     return options, rest
+
+
+def in_files(argv: Sequence[str]) -> list[str]:
+    """``argv`` with the words of each file ``@file`` that exists, also of those that belong to the script."""
+    return [word for each in argv for word in (_words(each) if each.startswith("@") and os.path.isfile(each.removeprefix("@")) else [each])]
+
+
+def _words(written: str) -> list[str]:
+    """The words in the file ``@file``, as a shell reads them."""
+    try:
+        return shlex.split(Path(written.removeprefix("@")).read_text(), comments=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read options from {written}: {error}. Write options there as on a command line; for a script of this name, write "
+            f"./{written}."
+        ) from None
 
 
 def parse_options(parser: argparse.ArgumentParser, options: list[str], script: Sequence[str]) -> argparse.Namespace:

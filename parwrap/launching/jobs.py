@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parwrap.errors import UsageError
-from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.command_line import UnknownOptionError, parse_options
+from parwrap.launching.defaults import NONE, Defaults
 from parwrap.launching.job_launchers import HOMES, launcher_named, launchers_with
 from parwrap.launching.plan import LaunchPlan, command_parser, plan_launch, unknown_option
 
@@ -51,13 +52,14 @@ class Job:
     dry_run: bool
 
 
-def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
+def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int, defaults: Defaults = NONE) -> Job | None:
     """The job for ``parwrap run ARGV``, which has ``--launcher`` in it; ``None`` if that option belongs to the script.
 
     Args:
         argv: the command line without the program's name.
         environ: the environment variables.
         cores: the number of CPU cores to assume for a node.
+        defaults: the user's defaults for the options.
 
     Raises:
         UsageError: no ``--launcher``, an unknown option or value, an option of another launcher, or two that exclude each other.
@@ -72,7 +74,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
         launcher_named(each).add_options(group)
     parser.set_defaults(nproc_per_node=None, **dict.fromkeys(RENDEZVOUS_OPTIONS))
     try:
-        ours, script = split_at_script(parser, argv)
+        ours, script = defaults.split(parser, argv)
     except UnknownOptionError as unknown:
         if name not in HOMES:
             return None  # the name may belong to the script; without a job, the option is refused

@@ -21,7 +21,8 @@ from typing import Any, Literal, NoReturn
 
 import parwrap
 from parwrap.errors import LaunchError, UsageError
-from parwrap.launching.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.command_line import UnknownOptionError, in_files, parse_options
+from parwrap.launching.defaults import NONE, Defaults
 from parwrap.launching.job_launchers import launchers_with
 from parwrap.launching.training_options import GROUPS, Given, add_options, decorators, scope_options
 from parwrap.options import Options
@@ -91,6 +92,7 @@ class LaunchPlan:
         outer: this process's rank and its launcher, if another launcher started it as a rank.
         dry_run: only show the plan.
         notice: a message to print first; may be empty.
+        sources: the options that come from files, for each file.
     """
 
     argv: tuple[str, ...]
@@ -106,9 +108,12 @@ class LaunchPlan:
     outer: World | None
     dry_run: bool
     notice: str
+    sources: Mapping[str, str]
 
 
-def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int, here: bool = True) -> LaunchPlan:
+def plan_launch(
+    argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int, here: bool = True, defaults: Defaults = NONE
+) -> LaunchPlan:
     """The plan for ``parwrap run ARGV``.
 
     Args:
@@ -117,6 +122,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         gpus: the number of GPUs that torch can use here.
         cores: the number of CPU cores that this process may use.
         here: whether the script runs on this machine, so that its path can be checked.
+        defaults: the user's defaults for the options.
 
     Raises:
         UsageError: an unknown option or value, or options that exclude each other.
@@ -130,7 +136,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         rdzv_backend=environ.get("PET_RDZV_BACKEND"),
     )
     try:
-        given, command = split_at_script(parser, argv)
+        given, command = defaults.split(parser, argv)
     except UnknownOptionError as unknown:
         raise UsageError(unknown_option(unknown, parser)) from None
     arguments = parse_options(parser, given, command)
@@ -196,7 +202,14 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         outer=outer,
         dry_run=arguments.dry_run,
         notice=notice,
+        sources=_sources(argv[: len(argv) - len(command)], given, defaults),
     )
+
+
+def _sources(options: Sequence[str], given: Sequence[str], defaults: Defaults) -> dict[str, str]:
+    """The options from files: what is in each ``@file`` of ``options``, and the defaults that nothing in ``given`` overrides."""
+    found = {each: shlex.join(words) for each in options if each.startswith("@") and (words := in_files([each])) != [each]}
+    return found | ({"defaults": used} if (used := defaults.used(given)) else {})
 
 
 def describe(plan: LaunchPlan) -> str:
@@ -207,6 +220,7 @@ def describe(plan: LaunchPlan) -> str:
     facts = {"ranks": f"{many} on {where}", **describe_script(plan.script)}
     if plan.outer:
         facts["ranks"] = f"rank {plan.outer.rank} of {plan.outer.size}, started by {plan.outer.launcher}"
+    facts |= plan.sources
     if plan.in_this_process:
         return columns({**facts, "started": "in this process"})
     alone = torchrun.rdzv_backend == ONE_NODE
@@ -321,6 +335,7 @@ def command_parser() -> argparse.ArgumentParser:
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     launch, output, about = groups["launch"], groups["output"], groups["help"]
     launch.add_argument("--plain", action="store_true", help="only launch the script, as torchrun does")
+    launch.add_argument("--no-defaults", "--no_defaults", action="store_true", help="leave out [tool.parwrap] of pyproject.toml")
     launch.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and start nothing")
     # as in torch.distributed.launch; without --plain, no script gets it
     launch.add_argument("--use-env", "--use_env", action="store_true", help="plain: a script with --local-rank does not get it")

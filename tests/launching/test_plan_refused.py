@@ -109,7 +109,7 @@ BEHIND = "The script's own options come after its name: `parwrap run"
         ),
         (
             ["--no", "train.py"],
-            "--no is ambiguous: it may mean --no-gather, --no-python or --node-rank. Write it in full. Your script's "
+            "--no is ambiguous: it may mean --no-defaults, --no-gather, --no-python or --node-rank. Write it in full. Your script's "
             "own options go after its name.",
         ),
         (["--no-python", "-m", "ls"], "--no-python runs a program, and --module runs a Python module: remove one of them."),
