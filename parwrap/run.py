@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from glob import glob
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command_line import in_files
@@ -80,6 +80,8 @@ def main(argv: Sequence[str], is_command: bool = False) -> int:
         plan = plan_launch(argv, environ, gpu_count(), cores(), defaults=defaults)
         if plan.dry_run:
             return _describe(plan, environ)
+        if os.environ.get("PARWRAP_LOG") == "debug":
+            _describe(plan, environ, sys.stderr)
         if not plan.in_this_process:
             _print_notice(plan)
             if plan.torchrun.start_method == "forkserver" and not forks:
@@ -121,11 +123,11 @@ def _print_notice(plan: LaunchPlan) -> None:
         print(f"parwrap run: {plan.notice}", file=sys.stderr)
 
 
-def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
+def _describe(plan: LaunchPlan, environ: Mapping[str, str], stream: TextIO | None = None) -> int:
     from parwrap.launching.plan import describe
     from parwrap.launching.routes import with_way
 
-    print(describe(with_way(plan, environ)))
+    print(describe(with_way(plan, environ)), file=stream)
     return 0
 
 

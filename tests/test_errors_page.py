@@ -24,6 +24,7 @@ SPEAKS = {
     "add_note",
     "fail",
     "print_line",
+    "tell",
 }
 """What is called with the text of a message. ``print`` is one too if its text begins with parwrap's name."""
 

@@ -112,7 +112,7 @@ def _show(rows: list[dict[str, Any]], sums: list[dict[str, str]], said: list[str
     """Print all to stderr: the rows on a terminal as a table of rich, if that is installed, so that long cells wrap."""
     notes = "".join([f"{ADDED_UP}:\n"] * bool(sums) + [f"  {each['place']}  {each['name']}\n" for each in sums])
     notes += "".join(f"warning: {each}\n" for each in said)
-    if sys.stderr.isatty() and find_spec("rich"):
+    if (sys.stderr.isatty() or os.environ.get("FORCE_COLOR")) and find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text

@@ -43,6 +43,8 @@ from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import RandomStreams, get_states, next_scope, seed_all, set_states
+from parwrap.messages import INFO
+from parwrap.messages import quiet as quiet_is_asked
 from parwrap.options import CurrentOptions, Options
 from parwrap.places import from_script, is_ours, module_name
 from parwrap.rank_zero.commands import refusing_exec
@@ -211,7 +213,7 @@ class Scope:
 def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | None, undo: ExitStack) -> Scope:
     """Make what is open in a scope, and install it until ``undo`` closes. The order matters: each part uses those above it."""
     enter, current, training = undo.enter_context, CurrentOptions(options), ExitStack()
-    asked = os.environ.get(QUIET, "0") not in ("", "0")
+    asked = quiet_is_asked() or os.environ.get(QUIET, "0") not in ("", "0")
     silent = asked or (script is not None and script.quiet)
     hidden, log, heard, quiet = script or Script()
     module = "__main__" if script else module_of(call.function)
@@ -281,7 +283,7 @@ def _prepare_training(
     number = _share_streams(group)  # from here on, the pages of all ranks are there
     streams.begin(number if options.now.seed is None else 0)
     divisors = Divisors(group, passes, options)
-    unless_quiet: Callable[[str], None] = (lambda text: None) if silent else say
+    unless_quiet: Callable[[str], None] = (lambda text: None) if silent else partial(say, level=INFO)
     totals = Totals(group.world.size, passes, unless_quiet)
     observer = _Observer(same_step, totals)
     undo.enter_context(group.observed(observer))
@@ -404,7 +406,7 @@ def _end(returns: bool) -> None:
     if one_model:
         loop.same_step.positions.end(group.timeout.total_seconds())
     if line is not None:
-        say(line)
+        say(line, INFO)
 
 
 class HiddenWhileRead(Interceptor):

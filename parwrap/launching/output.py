@@ -27,7 +27,7 @@ __all__ = ["ALL_RANKS", "LOG", "Lines", "Pipes", "RankOutput", "prefixed"]
 ALL_RANKS = "PARWRAP_ALL_RANKS"
 """The variable that is 1 if the launcher shows what every rank prints, so that no rank is silent."""
 
-LOG = "PARWRAP_LOG"
+LOG = "PARWRAP_RANK_LOG"
 """The variable with the path of the file for the output of a silent rank; unset without such a file."""
 
 STREAMS = {"out": 1, "err": 2, "log": None}

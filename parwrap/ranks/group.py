@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parwrap.errors import UsageError, in_one_line
+from parwrap.messages import WARNING, tell
 from parwrap.ranks.background import in_background
 from parwrap.ranks.device import choose_backend, choose_device, current_device, torch_backend, uses_nccl
 from parwrap.ranks.rendezvous import met
@@ -194,10 +195,9 @@ def _reporting_long_wait(world: World) -> Iterator[None]:
 
     def report(stopped: threading.Event) -> None:
         if not stopped.wait(LONG_WAIT):
-            print(
-                f"parwrap: rank 0 waits for the other ranks of {world.size} to start. The world size comes from {world.launcher}; if "
-                "this process is the only one, set PARWRAP_WORLD_SIZE=1.",
-                file=sys.stderr,
+            tell(
+                f"rank 0 waits for the other ranks of {world.size} to start. The world size comes from {world.launcher}; if "
+                "this process is the only one, set PARWRAP_WORLD_SIZE=1."
             )
 
     with nullcontext() if world.rank else in_background(report, "parwrap beginning"):
@@ -310,12 +310,10 @@ def _world_now() -> World:
     return _outside or detect(os.environ)
 
 
-def say(text: str) -> None:
+def say(text: str, level: int = WARNING) -> None:
     """Print a line on rank 0, above progress bars; also while a stream is read."""
     if _world_now().rank == 0:
-        bars = sys.modules.get("tqdm")  # a bar that is shown would be on the same line
-        with bars.tqdm.external_write_mode(sys.stderr) if bars is not None else nullcontext():
-            sys.stderr.write(f"parwrap: {text}\n")  # not print, which a script may replace
+        tell(text, level)
 
 
 def rank() -> int:

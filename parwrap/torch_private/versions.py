@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
+from parwrap.messages import tell
+
 __all__ = ["OF_GPUS", "OF_LAUNCHER", "OF_RANKS", "missing_names", "private", "warn_of_newer_torch"]
 
 NEWEST = (2, 15)
@@ -119,10 +121,9 @@ def warn_of_newer_torch(names: Iterable[str]) -> None:
     version = sys.modules["torch"].__version__
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) > NEWEST and (missing := missing_names(names)):
-        print(
-            f"parwrap: torch {version} is newer than those that parwrap is tested with ({TESTED}), and has changed private names that "
-            f"parwrap uses: {', '.join(missing)}. What needs them fails. Install one of these versions, or a newer parwrap.",
-            file=sys.stderr,
+        tell(
+            f"torch {version} is newer than those that parwrap is tested with ({TESTED}), and has changed private names that "
+            f"parwrap uses: {', '.join(missing)}. What needs them fails. Install one of these versions, or a newer parwrap."
         )
 
 

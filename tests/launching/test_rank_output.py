@@ -175,3 +175,27 @@ def test_nothing_is_lost_when_stdout_does_not_block(tmp_path):
         looking.join()
 
     assert [b"[rank 0] " + line for line in MUCH.splitlines(keepends=True)] == shown
+
+
+TRAINING = """
+import logging, logging.config
+logging.basicConfig(level=logging.DEBUG)
+logging.config.dictConfig({"version": 1})
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), shuffle=True):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", ["read 4 of 8 samples", "4 steps, 1 epoch"]), ("quiet", [])])
+def test_the_variable_of_the_log_chooses_lines_that_a_configuration_of_the_script_leaves_alone(level, lines, script, environ, parwrap_run):
+    environ["PARWRAP_LOG"] = level
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", script(TRAINING))
+    said = stderr.splitlines()
+
+    assert (0, "", len(lines)) == (status, stdout, len(said)), stderr
+    assert all(line.startswith("parwrap: ") and part in line for line, part in zip(said, lines, strict=True)), stderr
