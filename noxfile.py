@@ -78,6 +78,13 @@ def package(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
+def pyright(session: nox.Session) -> None:
+    """Let pyright check code as users write it. It downloads node if there is none."""
+    session.install(f"torch=={TORCH}.*", "-e", ".[test]", "pyright", *constraints(session))
+    session.run("python", "-m", "pytest", "--full", "tests/decorators/test_signatures.py")
+
+
+@nox.session(python=PYTHON)
 def docs(session: nox.Session) -> None:
     """Build the site in build/site, and open it in a browser unless ``-- --no-open`` is given."""
     session.install(f"torch=={TORCH}.*", "-e", ".[docs]", *constraints(session))

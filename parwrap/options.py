@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -119,28 +119,28 @@ class Options:
 
     backend: str | None = None
     seed: int | None = None
-    batch: str = "per_rank"
-    uneven: str = "pad"
-    lr: str = "keep"
-    loss: str = "mean"
-    draws: str = "by_pass"
-    strategy: str = "ddp"
+    batch: Literal["per_rank", "global"] = "per_rank"
+    uneven: Literal["pad", "drop", "join"] = "pad"
+    lr: Literal["keep", "linear", "sqrt"] = "keep"
+    loss: Literal["mean", "sum"] = "mean"
+    draws: Literal["by_pass", "per_rank"] = "by_pass"
+    strategy: Literal["ddp", "zero1", "fsdp", "local_sgd", "hogwild", "parameter_server", "none"] = "ddp"
     bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
-    compress: str | None = None
+    compress: Literal["bf16", "fp16", "powersgd"] | None = None
     powersgd_rank: int = 4
     wrap: int | str | type | tuple[str | type, ...] | None = None
     every: int = 8
     warmup: int = 0
-    outer: str | None = None
+    outer: Literal["nesterov"] | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     lock: bool = False
     servers: int = 1
     staleness: int | None = None
     timeout: float | timedelta | None = None
-    nprocs: int | str | None = None
-    start_method: str | None = None
+    nprocs: int | Literal["gpu", "cpu", "auto"] | None = None
+    start_method: Literal["fork", "spawn"] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from parwrap.decorators.distributed import distributed
 from parwrap.decorators.scope import describe, scoped, undecorated
@@ -14,10 +14,17 @@ from parwrap.ranks.device import gpu_count
 
 __all__ = ["launch"]
 
+Result = TypeVar("Result")
+
 
 def launch(
-    function: Callable[..., Any], /, *args: Any, nprocs: int | str | None = None, start_method: str | None = None, **kwargs: Any
-) -> Any:
+    function: Callable[..., Result],
+    /,
+    *args: Any,
+    nprocs: int | Literal["gpu", "cpu", "auto"] | None = None,
+    start_method: Literal["fork", "spawn"] | None = None,
+    **kwargs: Any,
+) -> Result:
     """Call ``function(*args, **kwargs)`` on ranks that are started for it, inside :class:`parwrap.distributed`.
 
     Use it in plain Python, at the prompt or in a notebook; the function, even a closure, may be defined there. The ranks' output is shown

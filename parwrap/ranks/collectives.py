@@ -60,7 +60,7 @@ def barrier() -> None:
         group.observer.after_barrier()
 
 
-def reduce_sum(x: Any) -> Any:
+def reduce_sum(x: T) -> T:
     """The sum of ``x`` over all ranks, on every rank.
 
     Args:

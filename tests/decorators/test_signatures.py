@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import parwrap
 from parwrap.decorators.scope import ScopeDecorator
+from parwrap.options import CHOICES, Options
 
 USERS = Path(__file__).with_name("typed_by_users.py")
 CONFIG = """\
@@ -36,6 +39,26 @@ def test_a_type_checker_sees_every_option_and_the_types_of_decorated_functions(t
 
     assert expected.keys() == found.keys(), said
     assert {} == {number: found[number] for number, text in expected.items() if text not in found[number]}
+
+
+@pytest.mark.slow
+def test_pyright_finds_the_same_lines(tmp_path):
+    pytest.importorskip("pyright", reason="pyright is not installed: nox -s pyright")
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", str(USERS)]
+    said = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    found = {each["range"]["start"]["line"] + 1: each["message"] for each in said}
+    expected = {number: line.partition("  # ")[2] for number, line in enumerate(USERS.read_text().splitlines(), 1) if "  # " in line}
+
+    assert expected.keys() == found.keys(), said
+    for number, text in expected.items():
+        assert not text.startswith('"') or text.strip('"').removeprefix("def ") in found[number]
+
+
+def test_the_values_of_options_are_those_that_type_checkers_know():
+    types = {name: {*get_args(kind)} for name, kind in get_type_hints(Options).items() if name in CHOICES}
+    known = {name: {value for each in kinds for value in (get_args(each) or (each,))} - {type(None)} for name, kinds in types.items()}
+
+    assert {name: {*values} - {None} for name, values in CHOICES.items()} == known
 
 
 def test_no_decorator_is_forgotten():

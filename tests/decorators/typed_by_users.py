@@ -49,4 +49,8 @@ def never_called() -> None:
     reveal_type(Trainer().train)  # "def (epochs: int) -> float"
     reveal_type(Trainer.download())  # "str"
     parwrap.distributed(sead=1)  # error: Unexpected keyword argument "sead"
-    parwrap.distributed(seed="1")  # draws: str = ..., strategy: str = ..., bucket_cap_mb: float | None = ..., gradient_as_bucket_view: bool
+    parwrap.distributed(seed="1")  # int | None
+    parwrap.distributed(batch="globe")  # Literal['per_rank', 'global']
+    parwrap.launch(bare, 3, nprocs="gpus")  # Literal['gpu', 'cpu', 'auto']
+    reveal_type(parwrap.launch(bare, 3, nprocs=2))  # "float"
+    reveal_type(parwrap.reduce_sum({"loss": 0.5}))  # "dict[str, float]"
