@@ -27,6 +27,9 @@ NOISE, NOISE_OF_HALF = 1e-6, 2**-8
 """A gradient below the first fraction of the largest one is only rounding; in half precision, below the second. An optimizer that divides
 by the size of a gradient, such as Adam, turns such rounding into a whole step."""
 
+_Apart = tuple[float, str, float, float]
+"""A difference: its size, its place and both values."""
+
 NEAR, NEAR_OF_HALF = 1e-3, 2e-2
 """Gradients of two runs are in proportion if one differs from a multiple of the other by less than the first fraction of its norm; in half
 precision, the second."""
@@ -70,6 +73,9 @@ class Comparison:
             (``"--batch per_rank"``).
         printed: how what rank 0 prints compares; ``None`` if that was not compared, because weights differ or DDP by hand is the reference.
         last_step: the step up to which printed lines were compared.
+        tolerance: the largest difference that counts as rounding after the first step.
+        by_step: the largest difference after each step, also after the first that differs; ``None`` where a value is nan or infinite in
+            one run alone.
     """
 
     ranks: int
@@ -83,6 +89,8 @@ class Comparison:
     mode: str = "--batch global"
     printed: PrintedLines | None = None
     last_step: int = 0
+    tolerance: float = 0.0
+    by_step: list[float | None] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -163,9 +171,14 @@ def compared(
     result, half = Comparison(ranks), one.half or several.half
     if tolerance is None:
         tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
+    result.tolerance = tolerance
     noise = NOISE_OF_HALF if half and tolerance else NOISE
     seen: defaultdict[int, _Seen] = defaultdict(_Seen)
     for number, (left, right) in enumerate(zip(one.steps, several.steps, strict=False), 1):
+        if result.difference is not None:
+            if _alike_parts(left, right):
+                _note_apart(result, _after(left, right, seen[left.number], noise))
+            continue
         found = _first_difference(left, right, number, seen[left.number], result, number * tolerance, noise)
         if found is not None:
             what, values, reasons = found
@@ -173,9 +186,11 @@ def compared(
                 augmented = any(step.draws_reading for run in (one, several) for step in run.steps)
                 reasons = _reasons(left, right, ranks, several.batch_norms and not synchronized, augmented, half, said, dropout)
             result.difference = Difference(number, left.place, what, *values, reasons)
-            return result
+            continue
         result.steps = number
         result.left_out = sum(int(each.sum()) for each_seen in seen.values() for each in each_seen.noise)
+    if result.difference is not None:
+        return result
     steps = len(one.steps), len(several.steps)
     result.last_step = one.end[0] if one.end else steps[0]
     if several.failed:
@@ -221,15 +236,15 @@ def _first_difference(
 
     If nothing differs, return ``None``, and note the largest difference in ``result``. Note in ``seen`` what the step shows.
     """
-    if (one.number, one.optimizer, one.sizes) != (several.number, several.optimizer, several.sizes):
+    if not _alike_parts(one, several):
         steps = (f"{each.optimizer} of {counted(len(each.sizes), 'parameter')}" for each in (one, several))
         return "the optimizer that steps", (next(steps), next(steps)), [OTHER_STEPS]
     found = _largest(one, one.before, several.before)
     if found and found[0] > tolerance:
+        _note_apart(result, found)
         return f"{found[1]} before the first step", found[2:], [OTHER_START if number == 1 else OTHER_START_LATER]
-    seen.noise += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(seen.noise) :]]
-    _note_noise(seen.noise, one, several, noise)
-    found = _largest(one, one.after, several.after, seen.noise)
+    found = _after(one, several, seen, noise)
+    _note_apart(result, found)
     if found and found[0] > tolerance:
         return found[1], found[2:], []
     if (grads := _other_gradient(one, several, seen, tolerance, noise)) is not None:
@@ -238,6 +253,23 @@ def _first_difference(
         result.largest, result.name = found[0], found[1].partition("[")[0]
     result.no_numbers = sum(int((~each.isfinite()).sum()) for each in one.after)
     return None
+
+
+def _alike_parts(one: Step, several: Step) -> bool:
+    """Whether the same optimizer steps, with parameters of the same sizes."""
+    return (one.number, one.optimizer, one.sizes) == (several.number, several.optimizer, several.sizes)
+
+
+def _after(one: Step, several: Step, seen: _Seen, noise: float) -> _Apart | None:
+    """The largest difference after a step, as :func:`_largest`, without values whose gradients are only rounding errors."""
+    seen.noise += [torch.zeros(len(each), dtype=torch.bool) for each in one.after[len(seen.noise) :]]
+    _note_noise(seen.noise, one, several, noise)
+    return _largest(one, one.after, several.after, seen.noise)
+
+
+def _note_apart(result: Comparison, found: _Apart | None) -> None:
+    size = found[0] if found else 0.0
+    result.by_step.append(size if math.isfinite(size) else None)
 
 
 OTHER_STEPS = (
@@ -268,9 +300,9 @@ def _error_in(said: str) -> str:
 
 def _largest(
     step: Step, one: Sequence[torch.Tensor], several: Sequence[torch.Tensor], left_out: Sequence[torch.Tensor] = ()
-) -> tuple[float, str, float, float] | None:
+) -> _Apart | None:
     """The largest difference, relative to the largest value of its parameter or to 1 if that is larger: its size, place and both values."""
-    best: tuple[float, str, float, float] | None = None
+    best: _Apart | None = None
     for number, (a, b) in enumerate(zip(one, several, strict=True)):
         apart = (a.double() - b.double()).abs()
         apart[torch.isnan(a) & torch.isnan(b) | (a == b)] = 0.0

@@ -413,12 +413,13 @@ class _Recorder(Interceptor):
 
 
 class _Timer(Interceptor):
-    """Writes how long the steps after the warm-up have taken on the slowest rank, and how many samples all ranks have trained on."""
+    """Writes how long each step after the warm-up has taken on the slowest rank, and how many samples all ranks have trained on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._steps = self._samples = self._batch = 0
-        self._begin = self._last = 0.0
+        self._last = 0.0
+        self._times: list[float] = []
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         return _Noted(original(loader), self._drawn, lambda: None)
@@ -432,22 +433,24 @@ class _Timer(Interceptor):
 
     def stepped(self, optimizer: Optimizer) -> None:
         self._steps += 1
-        self._last = time.perf_counter()
-        if self._steps == WARM_UP:
-            barrier()
-            self._samples, self._begin = 0, time.perf_counter()
-        elif self._steps >= WARM_UP + self._settings.steps:
+        if self._steps <= WARM_UP:
+            if self._steps == WARM_UP:
+                barrier()
+                self._samples, self._last = 0, time.perf_counter()
+            return
+        now = time.perf_counter()
+        self._times.append(now - self._last)
+        self._last = now
+        if self._steps >= WARM_UP + self._settings.steps:
             self.end()
             raise Enough(0)
 
     def end(self) -> None:
         """Write how long the steps after the warm-up took, if there were any."""
-        if self._steps > WARM_UP:
-            seconds = max(gathered(self._last - self._begin, group_for("gather")))
+        if self._times:
             timed = {
-                "seconds": seconds,
+                "times": max(gathered(self._times, group_for("gather")), key=sum),
                 "samples": summed("reduce_sum", self._samples, group_for("reduce_sum")),
-                "steps": self._steps - WARM_UP,
             }
             if rank() == 0:
                 with passing():

@@ -7,11 +7,11 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from parwrap.errors import LaunchError, UsageError, counted
+from parwrap.insight.plots import draw_speed, refuse_plot
 from parwrap.insight.recording import WARM_UP, Settings
 from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
 from parwrap.ranks.device import gpu_count
@@ -29,7 +29,7 @@ the part of a step that more ranks do not make shorter. What the script writes a
 
   --ranks N,N,...     numbers of ranks, in ascending order; 1,2
   --steps N           optimizer steps to time, after 5 to warm up; 100
-  --plot FILE.svg     draw samples per second; needs matplotlib, which pip install 'parwrap[report]' brings
+  --plot FILE         draw speed and efficiency, as .png, .svg or .pdf; needs matplotlib: pip install 'parwrap[report]'
   --json              print the result as JSON
 
 and the options of `parwrap run` about training, such as --batch global.
@@ -44,6 +44,7 @@ class Point:
         ranks: the number of ranks.
         samples_per_second: of all ranks together.
         step: how long a step takes, in seconds.
+        spread: of 10 steps, 8 are between these two speeds, in samples per second.
         efficiency: the speed per rank, divided by the speed per rank of the first point.
         serial: the part of the work that more ranks do not make shorter; ``None`` for the first point.
     """
@@ -51,6 +52,7 @@ class Point:
     ranks: int
     samples_per_second: float
     step: float
+    spread: tuple[float, float] = (0.0, 0.0)
     efficiency: float = 1.0
     serial: float | None = None
 
@@ -103,15 +105,23 @@ def _measure(argv: Sequence[str]) -> int:
         )
     if given.steps < 1:
         raise UsageError(f"--steps {given.steps} is not a positive number of steps: pass 1 or more.")
-    if given.plot and find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'parwrap[report]'.")
+    refuse_plot(given.plot)
     points = [_point(ranks, asked) for ranks in sizes]
     first = points[0]
     for point in points[1:]:
         speedup, times = point.samples_per_second / first.samples_per_second, point.ranks / first.ranks
         point.efficiency, point.serial = speedup / times, serial_part(speedup, times)
     if given.plot:
-        _draw(points, given.plot)
+        times = points[-1].samples_per_second / first.samples_per_second
+        ranks = counted(points[-1].ranks, "rank")
+        draw_speed(
+            [point.ranks for point in points],
+            [point.samples_per_second for point in points],
+            [point.spread for point in points],
+            [point.efficiency for point in points],
+            f"{Path(asked.script[0]).name}: {times:.2f} times as fast on {ranks} as on {first.ranks}",
+            given.plot,
+        )
     print(json.dumps([asdict(point) for point in points]) if given.json else _told(points))
     return 0
 
@@ -138,7 +148,9 @@ def _point(ranks: int, asked: Asked) -> Point:
         timed: dict[str, Any] = json.loads(file.read_text())
     if not timed["samples"]:
         raise UsageError(f"{asked.script[0]} reads no DataLoader, so its samples cannot be counted: read them with a torch DataLoader.")
-    return Point(ranks, timed["samples"] / timed["seconds"], timed["seconds"] / timed["steps"])
+    seconds, times, samples = sum(timed["times"]), sorted(timed["times"]), timed["samples"]
+    each, tenth = samples / len(times), len(times) // 10
+    return Point(ranks, samples / seconds, seconds / len(times), (each / times[-1 - tenth], each / times[tenth]))
 
 
 def _told(points: Sequence[Point]) -> str:
@@ -158,19 +170,3 @@ def _told(points: Sequence[Point]) -> str:
         f"at {2 * last.ranks} ranks expect {speedup * first.samples_per_second:,.0f} samples/s ({speedup / times:.0%}), if that part stays"
     )
     return "\n".join(lines)
-
-
-def _draw(points: Sequence[Point], file: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    ranks = [point.ranks for point in points]
-    figure, axes = plt.subplots(figsize=(5, 3.5))
-    axes.plot(ranks, [point.samples_per_second for point in points], "o-", label="measured")
-    axes.plot(ranks, [points[0].samples_per_second * each / ranks[0] for each in ranks], "--", color="gray", label="ideal")
-    axes.set(xlabel="ranks", ylabel="samples per second", xticks=ranks, ylim=(0, None))
-    axes.legend()
-    figure.savefig(file, bbox_inches="tight")
-    plt.close(figure)

@@ -22,6 +22,7 @@ from parwrap.errors import UsageError, counted
 from parwrap.inline.launching import run_on_ranks
 from parwrap.inline.rank_process import Task
 from parwrap.insight.comparison import Comparison, compared, compared_with_ddp, with_prints
+from parwrap.insight.plots import draw_differences, refuse_plot
 from parwrap.insight.recording import PRECISELY, Enough, Recorded, Settings, recorded, recorded_in
 from parwrap.insight.runs import Asked, answered, asked_for, run_in_scratch
 from parwrap.options import STRATEGIES
@@ -49,6 +50,7 @@ write where they always do.
   --no-dropout        turn dropout off in both runs, because each rank draws its own
   --against ddp       compare per-rank batches with torch's DDP, driven by hand on as many ranks, bit for bit
   --seed N            for scripts that set none; 0
+  --plot FILE         draw the largest difference over the steps, as .png, .svg or .pdf; pip install 'parwrap[report]'
   --json              print the result as JSON
 
 and the options of `parwrap run` about training, for both runs; --strategy ddp or zero1.
@@ -169,8 +171,18 @@ def _verify(argv: Sequence[str]) -> int:
     ranks = int(given.nproc_per_node or 2)
     with job_folder() as folder:
         result = (_against_ddp if given.against else _against_one)(ranks, asked, settings, folder)
+    if given.plot:
+        _draw(result, Path(asked.script[0]).name, given.plot)
     print(json.dumps(asdict(result)) if given.json else result)
     return 0 if result.equal else 1
+
+
+def _draw(result: Comparison, script: str, file: str) -> None:
+    first, on_ranks = result.difference, f"{result.reference} on {counted(result.ranks, 'rank')}"
+    title = f"{script} differs from {on_ranks}" if first else f"{script}: equal to {on_ranks}"
+    if not first and not result.equal:
+        title = f"{script}: weights are equal to {on_ranks}, printed numbers are not"
+    draw_differences(result.by_step, result.tolerance, (first.step, first.what) if first else None, title, file)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +191,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--against")
     parser.add_argument("--no-dropout", "--no_dropout", dest="dropout", action="store_false")
+    parser.add_argument("--plot")
     parser.add_argument("--json", action="store_true")
 
 
@@ -231,6 +244,7 @@ def _refuse_numbers(steps: int, ranks: Any, tolerance: float | None) -> None:
 
 def _refuse(asked: argparse.Namespace) -> None:
     _refuse_numbers(asked.steps, asked.nproc_per_node or 2, asked.tolerance)
+    refuse_plot(asked.plot)
     if asked.against not in (None, "ddp"):
         raise UsageError(f"--against {asked.against} is not possible: verify compares with one process, or with DDP by --against ddp.")
     if asked.against and getattr(asked, "batch", "per_rank") != "per_rank":

@@ -50,6 +50,16 @@ def test_the_first_step_that_differs_is_named_with_both_values():
     assert (pytest.approx(-2.025), pytest.approx(-2.125)) == (result.difference.one, result.difference.several)
 
 
+def test_differences_are_measured_after_the_first_step_that_differs_too():
+    other = step(GRAD + torch.tensor([0.0, 1.0]))
+    none = step(torch.tensor([0.0, math.nan]))
+    result = found([step()] * 4, [step(), other, step(before=START + 1), none])
+
+    assert (2, 0.0) == (result.difference.step, result.by_step[0])
+    after = START - LR * GRAD
+    assert [pytest.approx(LR / 2.025, rel=1e-5), pytest.approx(1 / float(after.abs().max()), rel=1e-5), None] == result.by_step[1:]
+
+
 @pytest.mark.parametrize(
     ("expected", "one", "several", "context"),
     [

@@ -33,7 +33,10 @@ def test_a_script_is_timed_on_each_number_of_ranks_and_drawn(tmp_path):
     assert (1, 1.0, None, 2) == (one["ranks"], one["efficiency"], one["serial"], two["ranks"])
     assert [8, 16] == [round(each["samples_per_second"] * each["step"]) for each in (one, two)]  # samples of a step on all ranks
     assert two["samples_per_second"] / one["samples_per_second"] / 2 == pytest.approx(two["efficiency"])
-    assert "<svg" in (tmp_path / "speed.svg").read_text()
+    assert all(slow <= fast for slow, fast in (one["spread"], two["spread"]))
+    drawn = (tmp_path / "speed.svg").read_text()
+    assert all(f">{text}<" in drawn for text in (f"{one['samples_per_second']:,.0f}", f"{two['efficiency']:.0%}", "8 of 10 steps"))
+    assert f"train.py: {two['samples_per_second'] / one['samples_per_second']:.2f} times as fast on 2 ranks as on 1" in drawn
     assert ["speed.svg", "train.py"] == sorted(path.name for path in tmp_path.iterdir())
 
 
@@ -60,8 +63,8 @@ def test_ranks_that_would_share_a_gpu_are_not_timed(tmp_path, monkeypatch, capsy
 
 
 def test_the_table_says_what_twice_as_many_ranks_would_give():
-    told = _told([Point(1, 1000.0, 0.008), Point(2, 1600.0, 0.01, 0.8, 0.25)])
-    nonsense = _told([Point(1, 1000.0, 0.008), Point(2, 9000.0, 0.002, 4.5, -0.8)])
+    told = _told([Point(1, 1000.0, 0.008), Point(2, 1600.0, 0.01, efficiency=0.8, serial=0.25)])
+    nonsense = _told([Point(1, 1000.0, 0.008), Point(2, 9000.0, 0.002, efficiency=4.5, serial=-0.8)])
 
     assert "    1         1,000        8.00        100%" == told.splitlines()[1]
     assert "    2         1,600       10.00         80%            25.0%" == told.splitlines()[2]
@@ -74,6 +77,8 @@ def test_the_table_says_what_twice_as_many_ranks_would_give():
     [
         (["--ranks", "2,1"], "--ranks 2,1 is not a list of two or more numbers of ranks in ascending order, such as 1,2,4."),
         (["--ranks", "2"], "--ranks 2 is not a list of two or more numbers of ranks in ascending order, such as 1,2,4."),
+        (["--plot", "speed.xyz"], "--plot speed.xyz has no ending that says what to draw: end it with .png, .svg or .pdf."),
+        (["--plot", "no/speed.png"], "--plot no/speed.png is in a folder that does not exist: make the folder first."),
         (["--steps", "0"], "--steps 0 is not a positive number of steps: pass 1 or more."),
     ],
 )
@@ -102,3 +107,14 @@ def test_a_script_that_cannot_be_timed_says_why(script, expected, tmp_path, monk
     (tmp_path / "train.py").write_text(script)
 
     assert (2, True) == (main(["--steps", "10", "train.py"]), expected in capsys.readouterr().err)
+
+
+def test_a_plot_without_matplotlib_names_the_command_that_brings_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parwrap.insight.plots.find_spec", lambda name: None)
+
+    assert (2, "parwrap scaling: --plot needs matplotlib: pip install 'parwrap[report]'.\n") == (
+        main(["--plot", "speed.png", "train.py"]),
+        capsys.readouterr().err,
+    )

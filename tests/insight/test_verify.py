@@ -54,11 +54,19 @@ def verify(warm_python, tmp_path):
 def test_a_script_that_holds_the_contract_is_equal_and_its_files_are_untouched(tmp_path, verify):
     (tmp_path / "log.txt").write_text("before\n")
 
-    run = verify(SCRIPT, "--json", "--steps", "14")
+    run = verify(SCRIPT, "--json", "--steps", "14", "--plot", "plot.svg")
     found = json.loads(run.stdout)
 
     assert (0, 14, None, True) == (run.returncode, found["steps"], found["difference"], found["largest"] < 1e-5)
-    assert (["log.txt", "train.py"], "before\n") == (sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "log.txt").read_text())
+    assert (14, True, True) == (
+        len(found["by_step"]),
+        max(found["by_step"]) == found["largest"],
+        ">train.py: equal to one process on 2 ranks<" in (tmp_path / "plot.svg").read_text(),
+    )
+    assert (["log.txt", "plot.svg", "train.py"], "before\n") == (
+        sorted(path.name for path in tmp_path.iterdir()),
+        (tmp_path / "log.txt").read_text(),
+    )
 
 
 def test_options_that_parwrap_run_refuses_are_no_difference(verify):
