@@ -40,6 +40,7 @@ for epoch in range(5):
 
 COMMANDS = {
     "verify.svg": ["verify", "--steps", "40", "--plot", "verify.svg", "train.py"],
+    "explain.png": ["explain", "--nproc-per-node", "2", "--html", "explain.html", "train.py"],
     "scaling.svg": ["scaling", "--ranks", "1,2", "--steps", "40", "--plot", "scaling.svg", "gpt.py"],
 }
 
@@ -54,6 +55,10 @@ def main(names: list[str]) -> None:
             shutil.copy(HERE.parent / "examples" / "gpt.py", folder)
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, "-m", "parwrap", *command], cwd=folder, env=environ, timeout=300)
+            if name.endswith(".png"):
+                page = Path(folder, name).with_suffix(".html").as_uri()
+                chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,960"]
+                subprocess.run([*chromium, f"--screenshot={Path(folder, name)}", page], check=True, timeout=60)
             shutil.copy(Path(folder, name), HERE / "runs" / name)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import linecache
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,13 +26,14 @@ from parwrap.data.loaders import is_replicated
 from parwrap.data.loops import GRADIENTS_OFF
 from parwrap.decorators.added_up import added_up, imported_classes
 from parwrap.decorators.distributed import open_loop
+from parwrap.decorators.explained_page import Note, page
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
 from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, caller, installed
 from parwrap.intercept.torch_calls import SERIALIZATION, intercepting
-from parwrap.intercept.warned import parwraps_warnings
+from parwrap.intercept.warned import Warned, parwraps_warnings
 from parwrap.loop.losses import reached
 from parwrap.loop.one_pass import Pass
 from parwrap.loop.optimizers import parameters_of
@@ -54,6 +56,7 @@ class explain(ScopeDecorator):
 
     Args:
         report: a file that gets the same as JSON: ``rows`` and ``added_up``, lists of objects, and ``warnings``.
+        html: a file that gets a page: the script with a margin that says what each line did.
 
     >>> with explain():
     ...     pass
@@ -62,12 +65,14 @@ class explain(ScopeDecorator):
     layer = 100
     """The scope opens inside all other scopes, so that it sees what they do."""
 
-    def __init__(self, *, report: str | os.PathLike[str] | None = None) -> None:
-        if report is not None and not isinstance(report, (str, os.PathLike)):
-            raise UsageError(f"report={report!r} is not the path of a file.")
-        if report is not None and not os.path.isdir(os.path.dirname(report) or "."):
-            raise UsageError(f"report={report!r} is in a folder that does not exist: make the folder first.")
+    def __init__(self, *, report: str | os.PathLike[str] | None = None, html: str | os.PathLike[str] | None = None) -> None:
+        for name, file in (("report", report), ("html", html)):
+            if file is not None and not isinstance(file, (str, os.PathLike)):
+                raise UsageError(f"{name}={file!r} is not the path of a file.")
+            if file is not None and not os.path.isdir(os.path.dirname(file) or "."):
+                raise UsageError(f"{name}={file!r} is in a folder that does not exist: make the folder first.")
         self._report = None if report is None else os.path.abspath(report)  # the script may change the directory
+        self._html = None if html is None else os.path.abspath(html)
 
     @contextmanager
     def scope(self, call: Call) -> Iterator[None]:
@@ -91,11 +96,18 @@ class explain(ScopeDecorator):
                 yield
         finally:
             if rank() == 0:
-                rows, sums = watcher.rows(), watcher.added_up()
-                _show(rows, sums, watcher.warnings)
+                found, added = watcher.rows(), watcher.added_up()
+                rows = [watcher.told(row) for row in found]
+                sums = [{"place": str(place), "name": name} for place, name in added]
+                said = [each.text for each in watcher.warnings]
+                _show(rows, sums, said)
                 if self._report is not None:
                     with open(self._report, "w") as target:
-                        json.dump({"rows": rows, "added_up": sums, "warnings": watcher.warnings}, target, indent=1)
+                        json.dump({"rows": rows, "added_up": sums, "warnings": said}, target, indent=1)
+                if self._html is not None:
+                    main = str(getattr(sys.modules["__main__"], "__file__", ""))
+                    with open(self._html, "w", encoding="utf-8", errors="replace") as target:
+                        target.write(page(_notes(found, rows, added, watcher.warnings), main, loop.group.world.size))
 
 
 HEAD = {"place": "line", "call": "call", "what": "what parwrap did", "rule": "by rule", "change": "what changes it"}
@@ -131,6 +143,27 @@ def _show(rows: list[dict[str, Any]], sums: list[dict[str, str]], said: list[str
     print(plain, end="", file=sys.stderr)
 
 
+KIND_OF_RULE = {"2, 4": "share", "2": "whole", "5": "average"}
+"""The kind of a note on the page, by the rule that has decided."""
+
+
+def _notes(found: list[_Row], rows: list[dict[str, Any]], added: list[tuple[Place, str]], warned: list[Warned]) -> list[Note]:
+    """What the margin of the page says."""
+    notes = [
+        Note(
+            row.place,
+            KIND_OF_RULE.get(re.split("[:,] ?[a-z]", told["rule"])[0], "other"),
+            told["call"],
+            told["what"],
+            f"rule {told['rule']}" + (f"; what changes it: {told['change']}" if told["change"] else ""),
+            row.printed,
+        )
+        for row, told in zip(found, rows, strict=True)
+    ]
+    notes += [Note(place, "warning", f"adds up {name}:", *ADDED_UP.split(": ")[1].split(". ")) for place, name in added]
+    return notes + [Note(each.place, "warning", "warning:", each.text) for each in warned]
+
+
 @dataclass
 class _Row:
     """What happens at a line.
@@ -142,6 +175,7 @@ class _Row:
         what: what parwrap did.
         rule: the rule of the contract that decided, and why.
         change: what would change it.
+        printed: the last that it has printed.
     """
 
     place: Place
@@ -150,6 +184,7 @@ class _Row:
     what: str = ""
     rule: str = ""
     change: str = ""
+    printed: str = ""
 
 
 @dataclass
@@ -205,6 +240,10 @@ class _Averaged(_Row):
     size: tuple[int, float] = (0, 0.0)
 
 
+MOST_PRINTED = 300
+"""How many characters of what a line prints are kept."""
+
+
 class _Begun(Batches):
     """Calls ``begun`` after its first ``next``, with whether there was a batch: that is when a pass begins."""
 
@@ -242,7 +281,7 @@ class _Watcher(Interceptor):
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._rows: dict[tuple, Any] = {}
-        self.warnings: list[str] = []
+        self.warnings: list[Warned] = []
 
     def _row(self, call: str) -> _Row:
         place = script_place()
@@ -326,6 +365,8 @@ class _Watcher(Interceptor):
         if from_script(caller()):
             row = self._row("print")
             row.what, row.rule, row.change = "rank 0 speaks", "8", "--all-ranks"
+            args = tuple(map(str, args))  # as print would do; only once, in case an object notices
+            row.printed = (" " if (sep := kwargs.get("sep")) is None else str(sep)).join(args)[:MOST_PRINTED]
         return wrapped(*args, **kwargs)
 
     # the table
@@ -350,16 +391,16 @@ class _Watcher(Interceptor):
             return f"{verb} {counted(row.size[0], 'parameter')}, {row.size[1]:.2g} MB, {row.times} times{waits}"
         return f"{row.what}, {row.times} times" if row.times > 1 else row.what
 
-    def added_up(self) -> list[dict[str, str]]:
+    def added_up(self) -> list[tuple[Place, str]]:
         """The names that loops which read a share add up, and that the script uses after them."""
         shares = {each.place for each in self._rows.values() if isinstance(each, _Read) and each.last and each.last[-1].shared}
         return [
-            {"place": str(Place(place.file, each.line)), "name": each.name}
+            (Place(place.file, each.line), each.name)
             for place in sorted(shares)
             for each in added_up("".join(linecache.getlines(place.file)), place.line, imported_classes(place.file))
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[_Row]:
         """The rows, in the order of the script's lines."""
         for row in self._rows.values():
             if isinstance(row, _Read):
@@ -367,8 +408,15 @@ class _Watcher(Interceptor):
                 if row.last and not row.change:  # whole
                     by_hand = row.last[-1].backwards and not self._loop.optimizers.were_built
                     row.change = "shard(loader)" if row.has_trained or by_hand else "@evaluate shares it, exactly"
-        found = sorted(self._rows.values(), key=lambda row: row.place)
-        return [
-            {"place": str(row.place), "call": row.call, "times": row.times, "what": self._told(row), "rule": row.rule, "change": row.change}
-            for row in found
-        ]
+        return sorted(self._rows.values(), key=lambda row: row.place)
+
+    def told(self, row: _Row) -> dict[str, Any]:
+        """A row in words."""
+        return {
+            "place": str(row.place),
+            "call": row.call,
+            "times": row.times,
+            "what": self._told(row),
+            "rule": row.rule,
+            "change": row.change,
+        }

@@ -182,7 +182,7 @@ class Scope:
     strategy: Strategy | None
     interrupts: Interrupts | None
     training: ExitStack
-    warnings: list[str] | None
+    warnings: Sequence[object] | None
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:

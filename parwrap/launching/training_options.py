@@ -92,6 +92,7 @@ OF_DECORATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "pad_value": ("uniform_length", {"type": _number, "metavar": "X", "help": "uniform_length: what sequences are padded with"}),
     "max_tokens": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: most tokens in a batch"}),
     "report": ("explain", {"metavar": "FILE", "help": "explain: a file that gets the table as JSON"}),
+    "html": ("explain", {"metavar": "FILE", "help": "explain: a file that gets the script with what each line did"}),
     "multiple_of": ("uniform_length", {"type": _whole, "metavar": "N", "help": "uniform_length: round lengths up to it [1]"}),
 }
 """The other options of these decorators, each with the name of its decorator and its arguments of ``argparse``."""
@@ -144,7 +145,9 @@ def _group_of(name: str) -> str:
     """
     if name == "strategy" or OF_STRATEGIES.get(name, TOGETHER) is not TOGETHER:
         return "strategies"
-    return {"backend": "launch", "timeout": "launch", "progress": "output", "explain": "output", "report": "output"}.get(name, "training")
+    if name in ("backend", "timeout"):
+        return "launch"
+    return "output" if name in ("progress", "explain", "report", "html") else "training"
 
 
 def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:

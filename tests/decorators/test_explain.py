@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from parwrap.decorators.explained_page import Note, page
+from parwrap.places import Place
 from terminal import shown
 
 
@@ -274,6 +276,8 @@ def test_on_one_rank_there_is_nothing_to_explain(capfd):
 def test_a_report_in_a_missing_folder_is_refused():
     with pytest.raises(parwrap.UsageError, match=r"report='nowhere/x\.json' is in a folder that does not exist: make the folder first"):
         parwrap.explain(report="nowhere/x.json")
+    with pytest.raises(parwrap.UsageError, match=r"html='nowhere/x\.html' is in a folder that does not exist: make the folder first"):
+        parwrap.explain(html="nowhere/x.html")
 
 
 def test_a_report_is_beside_where_the_script_began(tmp_path, monkeypatch):
@@ -283,6 +287,46 @@ def test_a_report_is_beside_where_the_script_began(tmp_path, monkeypatch):
     os.chdir("inner")
 
     assert watched._report == str(tmp_path / "report.json")
+
+
+def test_a_page_has_the_lines_of_all_files_and_what_each_did_and_said(tmp_path, warm_python):
+    loop = SCRIPT.partition("open(")[0].partition("for x")
+    (tmp_path / "train.py").write_text(f"{loop[0]}import a_helper\na_helper.fit(model, optimizer)\nprint('<i>', 3, sep='&')\n")
+    (tmp_path / "a_helper.py").write_text(
+        "import torch\ndef fit(model, optimizer):\n    total = 0\n    "
+        + (loop[1] + loop[2]).replace("\n", "\n    ")
+        + "    total += len(x)\n"
+        "    return total\n"
+    )
+
+    command = ["parwrap", "explain", "--nproc-per-node", "2", "--html", "page.html", "train.py"]
+    run = warm_python.run(*command, cwd=tmp_path)
+    text = (tmp_path / "page.html").read_text()
+
+    assert (0, "<i>&3\n") == (run.returncode, run.stdout)
+    assert text.index(">What parwrap did to train.py on 2 ranks<") < text.index("<h2>train.py<") < text.index("<h2>a_helper.py<")
+    assert "<pre>&lt;i&gt;&amp;3</pre>" in text
+    assert "<i>" not in text
+    line = next(line for line in text.splitlines() if "for x in torch" in line)
+    assert '<div class="note share"><b>DataLoader</b> each of 2 ranks 4 of 8 samples, SequentialSampler, 1 pass, 2 batches<' in line
+    assert "<b>adds up total:</b> each rank has the sum over its own samples (rule 7)<" in text
+
+
+def test_a_page_folds_long_stretches_without_a_note_and_escapes_everything(tmp_path):
+    file = tmp_path / "<b>.py"
+    file.write_text("x = '<u>'\n" * 100)
+    text = page([Note(Place(str(file), 50), "warning", "<b>", "<b>", "<b>", "<b>")], str(file), 2)
+
+    assert ["lines 1 to 43", "lines 57 to 100"] == re.findall(r"<summary>(.*?)</summary>", text)
+    assert list(range(1, 101)) == [int(number) for number in re.findall(r'<span class="number">(\d+)<', text)]
+    assert [] == re.findall(r"<u>|<b>(?!&lt;b&gt;</b>)", text)
+
+
+def test_a_page_of_a_file_that_cannot_be_read_has_its_notes():
+    text = page([Note(Place("gone.py", 2), "other", "print", "rank 0 speaks")], "", 2)
+
+    assert "What parwrap did to gone.py on 2 ranks" in text
+    assert "<b>print</b> rank 0 speaks" in text
 
 
 def test_a_report_that_is_no_path_is_refused():

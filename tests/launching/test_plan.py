@@ -50,6 +50,7 @@ COMMAND_LINES = [
     ),
     (["--sync-bn", "train.py"], Script("train.py", scope={}, decorators={"sync_bn": Given()})),
     (["--progress", "train.py"], Script("train.py", scope={}, decorators={"progress": Given()})),
+    (["--explain", "--html", "x.html", "train.py"], Script("train.py", scope={}, decorators={"explain": Given((), {"html": "x.html"})})),
     (["--explain", "--report=x.json", "train.py"], Script("train.py", scope={}, decorators={"explain": Given((), {"report": "x.json"})})),
     (
         ["--data-parallel", "0,1", "--no-gather", "--loss", "sum", "train.py"],
