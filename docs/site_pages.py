@@ -15,6 +15,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
 from parwrap.launching.job_launchers import launcher_named
@@ -37,6 +38,24 @@ class LinksToFiles(SphinxTransform):
                 )
                 page += nodes.inline("", link.astext())
                 link.replace_self(page)
+
+
+class Folds(SphinxPostTransform):
+    """Sections with ``.. rst-class:: fold`` are closed until a reader opens them. Viewers of the file, such as GitHub, show them open.
+
+    The directive ``dropdown`` would not do: GitHub leaves out what is in directives that it does not know.
+    """
+
+    default_priority = 900
+    formats = ("html",)
+
+    def run(self, **options: Any) -> None:
+        for section in list(self.document.findall(nodes.section)):
+            if "fold" in section["classes"]:
+                opening, between, closing = ("<details><summary>", "</summary>", "</details>")
+                section.insert(1, nodes.raw("", between, format="html"))
+                section.insert(0, nodes.raw("", opening, format="html"))
+                section.append(nodes.raw("", closing, format="html"))
 
 
 def spelled(action: argparse.Action) -> str:
@@ -113,6 +132,7 @@ class Example(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(LinksToFiles)
+    app.add_post_transform(Folds)
     app.add_directive("command-line", CommandLine)
     app.add_directive("example", Example)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

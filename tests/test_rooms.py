@@ -102,6 +102,7 @@ for name in (
     "tab-set",
     "example",
     "command-line",
+    "rst-class",
     "currentmodule",
     "autoclass",
     "autofunction",

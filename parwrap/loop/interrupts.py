@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: held until all ranks can leave at the same backward (contract, small print on backwards).
+"""Ctrl-C and SIGTERM: held until all ranks can leave at the same backward (contract, small print on interrupts).
 
 A launcher sends the signal to every rank, but each gets it in another step. A rank that holds a signal says so in its next backward; after
 that backward all ranks raise. So the ranks of a script that catches the interrupt, to test and save, are still in lockstep.

@@ -1,4 +1,4 @@
-"""Keeps the buffers of modules as DDP does: all ranks get rank 0's (contract, small print on backwards).
+"""Keeps the buffers of modules as DDP does: all ranks get rank 0's (contract, small print on buffers).
 
 Modules that the script has put in eval mode get rank 0's buffers when a pass that does not train begins after a step, also those that
 were in eval mode from the beginning: an average of models may copy its statistics from a model that trains. Buffers that training

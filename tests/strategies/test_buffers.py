@@ -1,4 +1,4 @@
-"""Buffers follow DDP: rank 0's are everybody's, of whatever kind they are (contract, small print on backwards)."""
+"""Buffers follow DDP: rank 0's are everybody's, of whatever kind they are (contract, small print on buffers)."""
 
 from __future__ import annotations
 
