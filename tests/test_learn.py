@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,36 @@ def test_a_run_that_fails_and_starts_again_prints_the_losses_of_one_without_a_br
 
     assert "resumed at step 30" in broken
     assert whole == epochs(broken)
+
+
+RESUMED = """import os, torch
+torch.manual_seed(0)
+x = torch.randn(48, 4)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+epochs = 3
+def train_epoch(model, optimizer):
+    for step, (features, targets) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = (model(features) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        if epoch == 1 and step == 2 and os.environ.get("FAILS") and not first:
+            raise RuntimeError("in the midst of an epoch")
+    print(f"epoch {epoch}: {loss.item():.6f}")
+"""
+
+
+def test_the_loop_of_the_page_on_checkpoints_goes_on_as_without_a_break(tmp_path, monkeypatch):
+    page = (EXAMPLES.parent / "docs" / "checkpoints.rst").read_text()
+    loop = re.search(r"\.\. code-block:: python\n\n((?: {4}.*\n|\n)+)", page)[1]
+    (tmp_path / "train.py").write_text(RESUMED + textwrap.dedent(loop))
+
+    whole = epochs(printed(*RUN, "train.py", cwd=tmp_path))
+    (tmp_path / "checkpoint.pt").unlink()
+    monkeypatch.setenv("FAILS", "1")
+    broken = epochs(printed(*RUN, "--max-restarts", "1", "train.py", cwd=tmp_path))
+
+    assert len(whole) == 3
+    assert whole == broken

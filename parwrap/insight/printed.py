@@ -216,7 +216,7 @@ def compared_lines(
             values = [pair for pair in pairs if differ(*pair, tolerance)]
             if values:
                 ratios = [_value(y) / _value(x) if _value(x) else math.inf for x, y in values]
-                differences.append((at, OtherLine(key[0], text, other, values, ratios, _reasons(ratios, ranks))))
+                differences.append((at, OtherLine(key[0], text, other, values, ratios, _reasons(values, ratios, ranks))))
     result.other_text += sum(len(lines) for key, lines in second.items() if key not in first)
     result.differing = len(differences)
     if differences:
@@ -261,7 +261,13 @@ def _unit(number: str) -> float:
     return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2])) if mantissa.strip("+-") not in ("nan", "inf") else 0.0
 
 
-def _reasons(ratios: Sequence[float], ranks: int) -> list[str]:
+def _reasons(values: Sequence[tuple[str, str]], ratios: Sequence[float], ranks: int) -> list[str]:
+    whole = all(number.replace(",", "").isdigit() for pair in values for number in pair)
+    if whole and all(abs(ratio * ranks - 1) < 1e-9 for ratio in ratios):
+        return [
+            f"1/{ranks} of one process's number: a count of what this rank has read, such as `batch * len(x)`. Leave it if it only shows "
+            "progress; `parwrap.total(count, of=loader)` counts what all ranks have read"
+        ]
     if any(abs(ratio * ranks - 1) < NEAR_A_SHARE for ratio in ratios):
         return [
             f"about 1/{ranks} of one process's number: likely a sum over this rank's share of a training pass. `parwrap.total(value, "

@@ -40,10 +40,10 @@ def test_rounding_times_rates_and_addresses_are_no_difference(one, several):
     [
         ("Acc: 0.7633", "Acc: 0.3862", 2, 0.506, "about 1/2"),
         ("correct 761/997", "correct 254/997", 3, 0.334, "about 1/3"),
-        ("[80/96]", "[40/96]", 2, 0.5, "about 1/2"),
+        ("[80/96]", "[40/96]", 2, 0.5, "a count of what this rank has read"),
         ("loss 0.512", "loss 0.498", 2, 0.973, "is computed from this rank's share"),
         ("beta 0.9", "beta 0.3", 2, 1 / 3, "is computed from this rank's share"),
-        ("1,024 tokens", "512 tokens", 2, 0.5, "about 1/2"),
+        ("1,024 tokens", "512 tokens", 2, 0.5, "a count of what this rank has read"),
     ],
 )
 def test_the_first_number_that_differs_is_shown_with_its_ratio(one, several, ranks, ratio, reason):
