@@ -1,7 +1,7 @@
 """Looks at a built site in headless Chromium: ``python docs/check_site.py build/site [chromium]``.
 
-It reports errors of the console, links within the site that lead nowhere, pages that are wider than a window of 400 or 1400 pixels, and
-text that is hard to read on its background, light and dark.
+It reports errors of the console, links within the site that lead nowhere, pages that are wider than a window of 400 or 1400 pixels,
+text that is hard to read on its background, light and dark, and a word that the search does not find.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import threading
 from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+SEARCHES = {"verify": "/verify.html", "notebook": "/notebooks.html", "contract": "/contract.html"}
+"""Words that a reader types, and a page that the results have."""
 
 CHECK = """
 <body><pre id="found">unfinished</pre><script>
@@ -43,9 +46,30 @@ const look = (page, width, theme) => new Promise(done => {
   frame.src = "/" + page;
   document.body.append(frame);
 });
+const search = (word, page) => new Promise(done => {
+  const frame = document.createElement("iframe");
+  let looks = 0;
+  const result = () => {
+    const results = [...frame.contentDocument.querySelectorAll("#search-results ul.search li a")];
+    const shown = results.some(link => new URL(link.href, frame.contentWindow.location).pathname === page);
+    if (!shown && looks++ < 100) return setTimeout(result, 100);
+    if (!shown) found.push(`search for ${word}: ${results.length} results without ${page}`);
+    frame.remove();
+    done();
+  };
+  frame.onload = () => {
+    frame.onload = result;
+    const field = frame.contentDocument.querySelector("input[name=q]");
+    field.value = word;
+    field.form.submit();
+  };
+  frame.src = "/index.html";
+  document.body.append(frame);
+});
 const links = new Map(), texts = new Map();
 (async () => {
   for (const theme of ["light", "dark"]) for (const width of [400, 1400]) for (const page of pages) await look(page, width, theme);
+  for (const [word, page] of SEARCHES) await search(word, page);
   for (const [link, page] of links) {
     const [path, hash] = link.split("#");
     if (!texts.has(path)) texts.set(path, await fetch(path).then(r => r.ok ? r.text() : null));
@@ -78,10 +102,18 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """A frame that is removed may leave a picture half sent: that is no problem of the site."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 def main(site: Path, browser: str) -> int:
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if "_static" not in path.parts)
-    Quiet.check = CHECK.replace("PAGES", json.dumps(pages))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    Quiet.check = CHECK.replace("PAGES", json.dumps(pages)).replace("SEARCHES", json.dumps(list(SEARCHES.items())))
+    server = Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]

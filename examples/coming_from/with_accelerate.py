@@ -1,6 +1,7 @@
 """The same with accelerate.
 
 accelerate launch --num-processes 2 examples/coming_from/with_accelerate.py
+ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/coming_from/with_accelerate.py
 """
 
 import torch
