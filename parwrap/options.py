@@ -104,7 +104,7 @@ TOGETHER = tuple(name for name, traits in STRATEGIES.items() if traits.one_model
 
 OF_STRATEGIES = {
     **dict.fromkeys(("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank"), AVERAGING),
-    "wrap": ("fsdp",),
+    **dict.fromkeys(("wrap", "shard_within_node"), ("fsdp",)),
     **dict.fromkeys(("every", "warmup", "outer", "outer_lr", "outer_momentum"), ("local_sgd",)),
     "lock": ("hogwild",),
     **dict.fromkeys(("servers", "staleness"), ("parameter_server",)),
@@ -130,6 +130,7 @@ class Options:
     compress: Literal["bf16", "fp16", "powersgd"] | None = None
     powersgd_rank: int = 4
     wrap: int | str | type | tuple[str | type, ...] | None = None
+    shard_within_node: bool = False
     every: int = 8
     warmup: int = 0
     outer: Literal["nesterov"] | None = None

@@ -94,6 +94,7 @@ class distributed(ScopeDecorator):
         wrap: with ``"fsdp"``, which modules to gather separately: a class, a class name or a tuple of these; or a number n, for modules
             with n parameters or more, not counting those of modules inside that are gathered separately. By default, modules of an
             ``nn.ModuleList`` or ``nn.Sequential`` that have 100,000 parameters or more and share their class with another one there.
+        shard_within_node: with ``"fsdp"``, each node holds a whole model, in shards of its ranks: between nodes only gradients travel.
         every: with ``"local_sgd"``, the number of steps from one average of the weights to the next.
         warmup: with ``"local_sgd"``, the number of steps at the beginning in which gradients are averaged instead of weights.
         outer: with ``"local_sgd"``, ``"nesterov"``: SGD with Nesterov momentum steps on the averaged change of the weights, as in DiLoCo.

@@ -65,6 +65,7 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "compress": {"metavar": "NAME", "help": "send gradients as bf16, fp16 or powersgd [none]"},
     "powersgd_rank": {"type": _whole, "metavar": "N", "help": "powersgd: rank of the matrices [4]"},
     "wrap": {"type": _modules, "metavar": "CLASSES|N", "help": "fsdp: modules to gather, or their least size"},
+    "shard_within_node": {"action": "store_true", "help": "fsdp: shards in a node, replicas between nodes"},
     "every": {"type": _whole, "metavar": "N", "help": "local_sgd: steps between averages [8]"},
     "warmup": {"type": _whole, "metavar": "N", "help": "local_sgd: synchronous steps before them [0]"},
     "outer": {"metavar": "nesterov", "help": "local_sgd: an outer optimizer, as in DiLoCo"},

@@ -9,6 +9,7 @@ https://arxiv.org/abs/2304.11277.)
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -41,6 +42,9 @@ __all__ = ["FSDP"]
 
 FREED = "storage of size 0"
 """A part of torch's error when a backward needs weights that are not gathered."""
+
+_numbers = itertools.count()
+"""Make each mesh of nodes another one: torch's caches would give the process groups of an equal one that has ended."""
 
 
 class FSDP(DDP):
@@ -151,15 +155,31 @@ class FSDP(DDP):
         if self._mesh is None:
             if device.type != "cpu":  # else the mesh takes the GPU number LOCAL_RANK, but this rank sees only one
                 torch.get_device_module(device).set_device(device)
-            self._mesh = init_device_mesh(device.type, (self.loop.group.world.size,))
+            nodes = self._nodes() if self.loop.options().shard_within_node else []
+            if len(nodes) > 1:
+                self._mesh = DeviceMesh(device.type, nodes, mesh_dim_names=("nodes", f"ranks {next(_numbers)}"))
+            else:
+                self._mesh = DeviceMesh(device.type, list(range(self.loop.group.world.size)))
         return self._mesh
+
+    def _nodes(self) -> list[tuple[int, ...]]:
+        """The ranks of each node; empty if all are on one node."""
+        group = self.loop.group
+        nodes = sorted(set(agree_on(group, "which ranks are on a node", group.world.node_ranks, lambda all_ranks: None) or ()))
+        if len({len(ranks) for ranks in nodes}) > 1:
+            sizes = ", ".join(str(len(ranks)) for ranks in nodes)
+            raise UsageError(
+                f"shard_within_node=True needs as many ranks on each node, and these nodes have {sizes} ranks. Start as many on each, or "
+                "leave shard_within_node out: shards then span all nodes."
+            )
+        return nodes
 
     def _alive(self) -> list[ShardedModel]:
         return [model for ref in self._models if (model := ref()) is not None]
 
     def _is_part(self, p: torch.Tensor) -> bool:
         """Whether ``p`` is a sharded parameter, or the tensor into which torch gathers one."""
-        return is_sharded(p) or any(p is leaf for model in self._alive() for _, leaf in model.leaves())
+        return is_sharded(p) or any(model.is_leaf(p) for model in self._alive())
 
     def _reset(self) -> None:
         for model in self._alive():
@@ -303,6 +323,12 @@ class FSDP(DDP):
             if model is not None:
                 model.put_back(for_good=is_held)
         self._forget()
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None and mesh.ndim > 1:  # else it has the group of all ranks
+            own = mesh.get_all_groups()
+            forget_process_groups(mesh)
+            for each in own:
+                dist.destroy_process_group(each)
 
     def close(self) -> None:
         """Remove the hooks from the modules. Parameters that are still sharded, as after an error, stay sharded."""

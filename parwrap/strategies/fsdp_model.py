@@ -73,6 +73,7 @@ class ShardedModel:
         self.root, self._sends, self._gather = weakref.ref(root), sends, gather
         self.reached: set[int] = set()
         self.zeros: list[nn.Parameter] = []
+        self._leaves: set[int] = set()
         plain = {(id(module), name): p for module in root.modules() for name, p in registered_parameters(module).items()}
         names = {module: name for name, module in root.named_modules()}
         before = {module: _attachments(module) for module in root.modules()}
@@ -100,6 +101,7 @@ class ShardedModel:
                     Sharded.replace(p, param.sharded_param)
                     register_as(param, p)
                     self.parameters.append((p, param))
+        self._parameter_of = {param: p for p, param in self.parameters}
 
     def gather_once(self) -> None:
         """Gather all units once, before a first forward in inference mode.
@@ -115,6 +117,12 @@ class ShardedModel:
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each sharded parameter that torch has gathered before, with the gathered parameter that autograd graphs reach."""
         return ((p, leaf) for p, param in self.parameters if (leaf := unsharded_parameter(param)) is not None)
+
+    def is_leaf(self, p: torch.Tensor) -> bool:
+        """Whether torch gathers a sharded parameter into ``p``. It makes each such tensor once, as it first gathers a unit."""
+        if len(self._leaves) < len(self.parameters):
+            self._leaves = {id(leaf) for _, leaf in self.leaves()}
+        return id(p) in self._leaves
 
     def shards(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
         """Each sharded parameter of the script, with its ``DTensor``, which autograd graphs reach outside of forwards."""
@@ -143,7 +151,7 @@ class ShardedModel:
             replace_on_modules(param, p)
         for state in self._states:
             release_groups(state)
-        for held in (self._states, self.parameters, self._added):
+        for held in (self._states, self.parameters, self._parameter_of, self._leaves, self._added):
             held.clear()
 
     # copies and states
@@ -213,12 +221,11 @@ class ShardedModel:
 
     def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
         """Reduce the gradients of a unit. A rank that has reached only some parameters of the unit sends zeros for the others."""
-        leaves = {id(leaf): p for p, leaf in self.leaves()}
-        own = [leaf for param in group.fsdp_params if (leaf := unsharded_parameter(param)) is not None and leaf.requires_grad]
-        if any(leaf.grad is not None for leaf in own):
+        gathered = [(self._parameter_of[param], unsharded_parameter(param)) for param in group.fsdp_params]
+        own = [(p, leaf) for p, leaf in gathered if leaf is not None and leaf.requires_grad]
+        if any(leaf.grad is not None for _, leaf in own):
             self._sends(f"the gradients of {name}")
-            for leaf in own:
-                p = leaves[id(leaf)]
+            for p, leaf in own:
                 if leaf.grad is not None:
                     self.reached.add(id(p))
                 else:

@@ -104,7 +104,7 @@ def is_sharded(thing: Any) -> bool:
 def part_of(whole: T, like: Any) -> DTensor:
     """This rank's part of ``whole``, which all ranks have, placed like ``like``; nothing is sent."""
     mesh, placements = like.device_mesh, _settled(like)
-    replica = DTensor.from_local(whole.detach().to(like.device), mesh, [Replicate()], run_check=False)
+    replica = DTensor.from_local(whole.detach().to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     own = replica.redistribute(placements=placements).to_local().contiguous().clone()
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
@@ -122,7 +122,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: T) -> DTensor:
-        mean = DTensor.from_local(grad.contiguous(), ctx.mesh, [Partial("avg")], run_check=False)
+        mean = DTensor.from_local(grad.contiguous(), ctx.mesh, [Partial("avg")] * ctx.mesh.ndim, run_check=False)
         return mean.redistribute(placements=ctx.placements)
 
 
@@ -219,7 +219,7 @@ class ShardedTensors:
         def marked(value: Any) -> Any:
             if not isinstance(value, T) or value.requires_grad or value.untyped_storage().data_ptr() not in memory:
                 return value
-            return _as_copy(DTensor.from_local(value, mesh, [Replicate()], run_check=False))
+            return _as_copy(DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False))
 
         return mapped(result, marked)
 
@@ -355,9 +355,10 @@ def clip_by_norm(
         parameters = _current(clip.parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
         parts = [local_tensor(grad) for grad in grads if isinstance(grad, DTensor)]
+        copies = next(_copies(grad) for grad in grads if isinstance(grad, DTensor))
         norm_type, largest = float(norm_type), norm_type == math.inf
         norm = utils.get_total_norm([part for part in parts if part.numel()], norm_type, foreach=foreach).to(group.device, torch.float64)
-        reduced = norm if largest else norm**norm_type
+        reduced = norm if largest else norm**norm_type / copies
         with group.control_message("clip_grad_norm_"):
             dist.all_reduce(reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         norms = [reduced if largest else reduced ** (1 / norm_type)]
@@ -387,6 +388,11 @@ def _parameter(thing: Any) -> Sharded | None:
 
 def _settled(like: Any) -> list[Any]:
     return [placement if isinstance(placement, Shard) else Replicate() for placement in like.placements]
+
+
+def _copies(like: DTensor) -> int:
+    """How many ranks hold each part: one on each node if shards stay within nodes."""
+    return math.prod(like.device_mesh.size(dim) for dim, placement in enumerate(like.placements) if not isinstance(placement, Shard))
 
 
 def _summed(result: Any) -> Any:

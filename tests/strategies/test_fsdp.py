@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from drawn_order import DrawnOrder
+from parwrap.errors import UsageError
+from parwrap.ranks import group
+from parwrap.strategies import fsdp_model
 
 pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
 
@@ -127,14 +134,14 @@ class ConvNet(nn.Sequential):
         return F.mse_loss(model(batch), batch.mean((1, 2, 3)).unsqueeze(1))
 
 
-def by_hand(kind, optimizer, clip):
+def by_hand(kind, optimizer, clip, mesh=None):
     """The same with torch's ``fully_shard`` and nothing of parwrap, in the process group that is open; gives whole weights."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model = kind()
     scalars = [p for p in model.parameters() if not p.dim()]
-    fully_shard(model, ignored_params=set(scalars))
+    fully_shard(model, mesh=mesh, ignored_params=set(scalars))
     chosen = OPTIMIZERS[optimizer](model.parameters())
     share = DrawnOrder(range(12), num_replicas=parwrap.world_size(), rank=parwrap.rank(), seed=0)
     for batch in DataLoader(kind.data(), batch_size=2, sampler=share):
@@ -163,22 +170,91 @@ def test_clipped_steps_are_those_of_ddp_and_of_a_loop_by_hand(kind):
         close(by_hand(kind, "sgd", 0.5), dict(model.named_parameters()))
 
 
+@contextmanager
+def on_nodes(nodes, folder):
+    """Makes these warm ranks those of several nodes, each with a folder of its own."""
+    here = group.current()
+    node = next(node for node, ranks in enumerate(nodes) if here.world.rank in ranks)
+    place = {"node_rank": node, "local_rank": nodes[node].index(here.world.rank), "local_size": len(nodes[node]), "node_ranks": nodes[node]}
+    own = folder / f"node{node}"
+    own.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(group, "_current", replace(here, world=replace(here.world, **place), folder=own))
+        yield
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 2), (1, 3))], ids=["in blocks", "in turn"])
+def test_shards_within_nodes_train_what_one_process_trains_and_what_a_loop_by_hand_does(nodes, tmp_path):
+    options = {"strategy": "fsdp", "wrap": "Block", "shard_within_node": True}
+
+    with on_nodes(nodes, tmp_path):
+        close(global_batches(), parwrap.distributed(batch="global", **options)(global_batches)())
+        model, *_ = parwrap.distributed(**options)(train)(clip=0.5)
+    with parwrap.distributed(strategy="none"):
+        mesh = DeviceMesh("cpu", nodes, mesh_dim_names=("replicas", "shards"))
+        close(by_hand(Transformer, "sgd", 0.5, mesh), dict(model.named_parameters()))
+        for each in mesh.get_all_groups():
+            torch.distributed.destroy_process_group(each)
+
+
+@pytest.mark.ranks(4)
+def test_each_node_holds_a_whole_model_in_shards(tmp_path):
+    with on_nodes(((0, 1), (2, 3)), tmp_path), parwrap.distributed(strategy="fsdp", shard_within_node=True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.full((2, 8), float(parwrap.rank()))).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.step()
+        kept = [p.data for p in model.parameters()] + [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+
+    assert sum(part.numel() for part in kept) == 2 * sum(part.to_local().numel() for part in kept)
+    torch.testing.assert_close(whole.norm(), norm)
+
+
+@pytest.mark.ranks(3)
+def test_nodes_of_unequal_size_cannot_each_hold_a_model(tmp_path):
+    with (
+        on_nodes(((0, 1), (2,)), tmp_path),
+        pytest.raises(UsageError, match="as many ranks on each node, and these nodes have 2, 1 ranks"),
+    ):
+        parwrap.distributed(strategy="fsdp", shard_within_node=True)(train)()
+
+
+def global_batches():
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for (batch,) in DataLoader(TensorDataset(Transformer.data()), batch_size=5):  # 5, 5 and 2 samples
+        optimizer.zero_grad()
+        loss = Transformer.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": torch.tensor(losses), **model.state_dict()}
+
+
 @pytest.mark.ranks(2)
 def test_a_global_batch_trains_what_one_process_trains():
-    def train():
-        torch.manual_seed(0)
-        model = Transformer()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for (batch,) in DataLoader(TensorDataset(Transformer.data()), batch_size=5):  # 5, 5 and 2 samples
-            optimizer.zero_grad()
-            loss = Transformer.loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return {"losses": torch.tensor(losses), **model.state_dict()}
+    close(global_batches(), parwrap.distributed(strategy="fsdp", batch="global")(global_batches)())
 
-    close(train(), parwrap.distributed(strategy="fsdp", batch="global")(train)())
+
+@pytest.mark.ranks(2)
+def test_the_work_of_a_backward_grows_with_the_units_and_not_with_their_square(monkeypatch):
+    seen, original, counts = [], fsdp_model.unsharded_parameter, []
+    monkeypatch.setattr(fsdp_model, "unsharded_parameter", lambda param: seen.append(param) or original(param))
+    for units in (8, 16):
+        with parwrap.distributed(strategy="fsdp", wrap="Linear"):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(units)))
+            torch.optim.SGD(model.parameters(), lr=0.1)
+            loss = model(torch.ones(2, 4)).sum()
+            seen.clear()
+            loss.backward()
+            counts.append(len(seen))
+
+    assert counts[1] < 3 * counts[0]
 
 
 @pytest.mark.ranks(2)
