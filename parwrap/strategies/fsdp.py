@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.intercepted_calls import Backward, Clip
+from parwrap.loop.losses import reached
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import script_place, warn
 from parwrap.ranks.agreement import agree, agree_on, first_difference
@@ -122,7 +123,9 @@ class FSDP(DDP):
             self._wrappable += kinds_in(module)
             inside = [unit for unit in units(module, self.loop.options().wrap) if unit not in self._inner]
             whole = unsharded(module, inside, device)
-            model = ShardedModel(module, inside, whole, self._mesh_of(device), self.loop.same_step.sends, self._tensors.whole)
+            # not float16: parwrap.amp divides gradients by the loss scale where they arrive, and they would underflow
+            low = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is torch.bfloat16
+            model = ShardedModel(module, inside, whole, self._mesh_of(device), self.loop.same_step.sends, self._tensors.whole, low)
             self._models.append(weakref.ref(model))  # the hooks on its modules hold it
             self._inner.update(module.modules())
             self._sites.in_shards = {
@@ -191,6 +194,9 @@ class FSDP(DDP):
         if "inputs" in call.options:
             leaf_of = {id(p): leaf for model in self._alive() for p, leaf in model.leaves()}
             call.options["inputs"] = tuple(leaf_of.get(id(each), each) for each in call.options["inputs"])
+        outdated = [leaf for model in self._alive() for leaf in model.outdated()]
+        if outdated and any(leaf is each for leaf in reached(call.roots) for each in outdated):
+            _refuse_two_precisions()
         try:
             super()._run(call)
         except BaseException as error:
@@ -382,3 +388,11 @@ def _refuse_hidden(error: BaseException | None) -> NoReturn:
         "strategy='fsdp' has not gathered these weights. If forward keeps a loss in an attribute, return it. For gradients of gradients "
         "(create_graph=True) and re-entrant checkpoints (use_reentrant=True) use strategy='ddp'."
     ) from error
+
+
+def _refuse_two_precisions() -> NoReturn:
+    raise UsageError(
+        f"the backward at {script_place()} reaches a layer that has computed under autocast, and then for the first time with autocast "
+        "off. strategy='fsdp' gathers its weights in another dtype since. Run a forward with autocast off before the first one under it, "
+        "or compute both under autocast."
+    )

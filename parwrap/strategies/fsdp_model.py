@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parwrap.errors import UsageError
@@ -27,6 +27,7 @@ from parwrap.torch_private.autograd import in_backward, view_base
 from parwrap.torch_private.fsdp import (
     collect_grad_tensors,
     forget_state,
+    gather_in_full,
     initialize,
     module_info,
     param_groups,
@@ -35,12 +36,18 @@ from parwrap.torch_private.fsdp import (
     release_groups,
     replace_on_modules,
     reset_iteration,
+    same_dtype,
     set_pre_backward_registration,
     unsharded_parameter,
 )
 from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["ShardedModel"]
+
+CAST_ANYWAY = frozenset(
+    {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d},
+)
+"""The modules whose parameters autocast rounds to its dtype in each call. Subclasses may compute otherwise."""
 
 
 class ShardedModel:
@@ -53,6 +60,7 @@ class ShardedModel:
         mesh: the device mesh of all ranks.
         sends: called before a unit sends anything, with a text that names the message.
         gather: gathers a tensor on all ranks.
+        low: whether the weights that autocast would round to bfloat16 travel so: see ``CAST_ANYWAY``.
 
     Attributes:
         root: a function that returns the module while it is alive.
@@ -69,17 +77,20 @@ class ShardedModel:
         mesh: DeviceMesh,
         sends: Callable[[str], None],
         gather: Callable[[DTensor], torch.Tensor],
+        low: bool,
     ) -> None:
         self.root, self._sends, self._gather = weakref.ref(root), sends, gather
         self.reached: set[int] = set()
         self.zeros: list[nn.Parameter] = []
         self._leaves: set[int] = set()
+        self._outdated: list[weakref.ref[torch.Tensor]] = []
+        self._low: dict[nn.Module, tuple[str, Any, list[Any]]] = {}
         plain = {(id(module), name): p for module in root.modules() for name, p in registered_parameters(module).items()}
         names = {module: name for name, module in root.named_modules()}
         before = {module: _attachments(module) for module in root.modules()}
         for unit in (*units, root):
             kind = type(unit)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=set(whole))
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=_policy(unit, whole, low), ignored_params=set(whole))
             unit.__class__ = kind
         self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
         initialize(self._states[-1])  # makes this state the root, whichever unit is called first
@@ -88,6 +99,8 @@ class ShardedModel:
         for unit, state in zip((*units, root), self._states, strict=True):
             self._watch(unit, f"{type(unit).__name__} {names[unit]}".rstrip(), state)
         for module in root.modules():
+            if low and type(module) in CAST_ANYWAY:
+                module.register_forward_pre_hook(self._widen, prepend=True)
             module.register_state_dict_post_hook(functools.partial(self._save_whole))  # torch sets an attribute on it
             for name, copied in (("__deepcopy__", self._copied), ("__reduce_ex__", self._reduced)):  # copy and pickle ask for these
                 module.__dict__.setdefault(name, functools.partial(copied, module))
@@ -102,6 +115,9 @@ class ShardedModel:
                     register_as(param, p)
                     self.parameters.append((p, param))
         self._parameter_of = {param: p for p, param in self.parameters}
+        for state, unit in zip(self._states, (*units, root), strict=True):
+            for group in param_groups(state):
+                self._choose_low(f"{type(unit).__name__} {names[unit]}".rstrip(), group)
 
     def gather_once(self) -> None:
         """Gather all units once, before a first forward in inference mode.
@@ -123,6 +139,11 @@ class ShardedModel:
         if len(self._leaves) < len(self.parameters):
             self._leaves = {id(leaf) for _, leaf in self.leaves()}
         return id(p) in self._leaves
+
+    def outdated(self) -> list[torch.Tensor]:
+        """Gathered tensors that a graph may still reach, although their parameters have been gathered in full since."""
+        self._outdated = [ref for ref in self._outdated if ref() is not None]
+        return [leaf for ref in self._outdated if (leaf := ref()) is not None]
 
     def shards(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
         """Each sharded parameter of the script, with its ``DTensor``, which autograd graphs reach outside of forwards."""
@@ -151,7 +172,7 @@ class ShardedModel:
             replace_on_modules(param, p)
         for state in self._states:
             release_groups(state)
-        for held in (self._states, self.parameters, self._parameter_of, self._leaves, self._added):
+        for held in (self._states, self.parameters, self._parameter_of, self._leaves, self._low, self._added):
             held.clear()
 
     # copies and states
@@ -232,7 +253,41 @@ class ShardedModel:
                     leaf.grad = torch.zeros_like(leaf)
                     if p.grad is None:
                         self.zeros.append(p)
+            same_dtype([param for param in group.fsdp_params if unsharded_parameter(param) is not None])
         post_backward(*unused)
+
+    # autocast
+
+    def _choose_low(self, name: str, group: Any) -> None:
+        for param in group.fsdp_params:
+            info = module_info(param)
+            if all(type(module) in CAST_ANYWAY for module in (info.module, *info.shared_modules)):
+                for module in (info.module, *info.shared_modules):
+                    self._low.setdefault(module, (name, group, []))[2].append(param)
+            else:
+                gather_in_full(param)
+
+    def _widen(self, module: nn.Module, args: Any) -> None:
+        """Gather the weights of a layer that computes with autocast off in full, now and from now on. All ranks do so."""
+        if module not in self._low or torch.is_autocast_enabled(self.parameters[0][0].device.type):
+            return
+        name, group, params = self._low.pop(module)
+        self._sends(f"the weights of {name} in full")
+        self._outdated += [weakref.ref(leaf) for param in params if (leaf := unsharded_parameter(param)) is not None]
+        self._leaves.clear()
+        group.reshard()
+        for param in params:
+            gather_in_full(param)
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def _policy(unit: nn.Module, whole: Sequence[nn.Parameter], low: bool) -> MixedPrecisionPolicy:
+    """If ``low``, a float32 unit sends weights in bfloat16 and reduces gradients in float32. Autocast casts inputs."""
+    left = {id(p) for p in whole}
+    if not low or any(p.dtype != torch.float32 for p in unit.parameters() if id(p) not in left and type(p) is nn.Parameter):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _gather_before_backward(state: Any, outputs: Any) -> Any:

@@ -22,6 +22,7 @@ __all__ = [
     "collect_grad_tensors",
     "forget_process_groups",
     "forget_state",
+    "gather_in_full",
     "initialize",
     "local_tensor",
     "module_info",
@@ -31,6 +32,7 @@ __all__ = [
     "release_groups",
     "replace_on_modules",
     "reset_iteration",
+    "same_dtype",
     "set_pre_backward_registration",
     "unsharded_parameter",
 ]
@@ -72,6 +74,20 @@ def collect_grad_tensors(outputs: Any) -> list[torch.Tensor]:
 def unsharded_parameter(param: Any) -> nn.Parameter | None:
     """The whole parameter that autograd graphs reach, with its gradient; ``None`` before the first forward. It is not public."""
     return getattr(param, "_unsharded_param", None)
+
+
+def gather_in_full(param: Any) -> None:
+    """Gather a parameter in its own dtype from now on, into a new tensor. Publicly, the dtype of a whole group is chosen once for all."""
+    param.param_dtype = None
+    param.all_gather_outputs = []
+    param.__dict__.pop("_unsharded_param", None)
+
+
+def same_dtype(params: list[Any]) -> None:
+    """Cast gradients to the dtype that is reduced if they have several, as torch does where it keeps them for a later backward."""
+    if len({grad.dtype for param in params if (grad := param._unsharded_param.grad) is not None}) > 1:
+        for param in params:
+            param.to_accumulated_grad_if_needed()
 
 
 def initialize(state: Any) -> None:

@@ -38,6 +38,10 @@ COMMAND_LINES = [
         Script("train.py", scope={"strategy": "local_sgd", "warmup": 9, "outer": "nesterov", "outer_momentum": 0.5}),
     ),
     (["--strategy", "fsdp", "--wrap", "Block,Head", "train.py"], Script("train.py", scope={"strategy": "fsdp", "wrap": ("Block", "Head")})),
+    (
+        ["--strategy", "fsdp", "--shard-within-node", "train.py"],
+        Script("train.py", scope={"strategy": "fsdp", "shard_within_node": True}),
+    ),
     (["--strategy", "hogwild", "--lock", "train.py"], Script("train.py", scope={"strategy": "hogwild", "lock": True})),
     (
         ["--strategy", "parameter-server", "--servers", "2", "--staleness=0", "train.py"],

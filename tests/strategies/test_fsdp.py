@@ -424,6 +424,71 @@ def test_it_composes_with_other_features(feature):
     assert feature != "fp16" or 0 < expected["skipped"] < 3
 
 
+class Careful(nn.Module):
+    """Its last layer computes with autocast off; its norm and its table are no weights that autocast casts."""
+
+    def __init__(self, careful=True):
+        super().__init__()
+        self.table, self.norm, self.body = nn.Embedding(11, 16), nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 12), nn.GELU())
+        self.head, self.careful = nn.Linear(12, 1), careful
+
+    def forward(self, x):
+        x = self.body(self.norm(self.table(x)).mean(1))
+        with torch.autocast("cpu", enabled=not self.careful):
+            return self.head(x.float()).float()
+
+
+def train_under_autocast(careful, seen=None, wide=False):
+    torch.manual_seed(0)
+    model = Careful(careful)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for (x,) in DataLoader(TensorDataset(Transformer.data()), batch_size=2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(model(Transformer.data()).sum().item() if wide else 0.0)
+    if seen is not None:
+        seen += [p.dtype for p in model.parameters()]
+    return {"losses": torch.tensor(losses), **model.state_dict()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [None, "Linear"], ids=["one unit", "units"])
+@pytest.mark.parametrize(
+    ("careful", "wide"), [(False, False), (True, False), (False, True)], ids=["under it", "head outside", "evaluation outside"]
+)
+def test_autocast_trains_the_weights_of_ddp_bit_for_bit_and_sends_what_it_casts_in_its_dtype(careful, wide, wrap, monkeypatch):
+    expected = parwrap.distributed()(train_under_autocast)(careful, wide=wide)
+    gathered, dtypes = [], fsdp_model.unsharded_parameter
+    monkeypatch.setattr(fsdp_model, "unsharded_parameter", lambda param: gathered.append(dtypes(param)) or gathered[-1])
+    seen = []
+    actual = parwrap.distributed(strategy="fsdp", wrap=wrap)(train_under_autocast)(careful, seen, wide=wide)
+    last = {tuple(leaf.shape): leaf.dtype for leaf in gathered if leaf is not None}
+
+    for name, value in expected.items():
+        assert torch.equal(value, actual[name]), name
+    assert {torch.float32} == set(seen)
+    low = {False: torch.bfloat16, True: torch.float32}
+    assert {(11, 16): low[True], (16,): low[True], (12, 16): low[wide], (12,): low[wide], (1, 12): low[careful], (1,): low[careful]} == last
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_that_leaves_autocast_before_a_backward_is_refused():
+    with parwrap.distributed(strategy="fsdp"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = model(torch.ones(2, 4)).sum()
+        second = model(torch.ones(2, 4)).sum()
+        with pytest.raises(UsageError, match="under autocast, and then for the first time with autocast off"):
+            (first.float() + second).backward()
+
+
 class Recurrent(nn.Module):
     """Called twice before a backward; its scalar stays whole, so optimizers have parameters of both kinds."""
 

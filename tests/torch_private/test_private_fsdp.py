@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from parwrap.torch_private import fsdp, modules, tensors
 
@@ -79,6 +79,25 @@ def test_a_backward_gathers_when_it_reaches_an_output(sharded):
 
     assert [id(out)] == [id(each) for each in outputs] == [id(each) for each in fsdp.collect_grad_tensors([{"out": out}, 1])]
     assert sharded[2].weight.grad is not None
+
+
+def test_a_parameter_is_gathered_in_full_among_others_in_low_precision_and_their_gradients_are_reduced_together(mesh):
+    model = nn.Linear(2, 1)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
+    fsdp.initialize(fully_shard.state(model))
+    (group,) = fsdp.param_groups(fully_shard.state(model))
+    fsdp.gather_in_full(group.fsdp_params[1])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(1, 2))
+    leaves = [fsdp.unsharded_parameter(param) for param in group.fsdp_params]
+    for leaf in leaves:
+        leaf.grad = torch.ones_like(leaf)
+    fsdp.same_dtype(group.fsdp_params)
+    group.post_backward()
+    group.finalize_backward()
+
+    assert [torch.bfloat16, torch.float32] == [leaf.dtype for leaf in leaves]
+    assert [torch.float32] * 2 == [p.grad.dtype for p in model.parameters()]
 
 
 def test_an_interrupted_forward_is_forgotten(sharded):
