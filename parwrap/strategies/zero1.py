@@ -1,4 +1,4 @@
-"""ZeRO stage 1: ranks average gradients as in DDP; each rank steps the parameters whose optimizer state it holds, and broadcasts them.
+"""ZeRO stage 1: ranks average gradients as in DDP; each rank steps the parameters whose optimizer state it holds, and sends them.
 
 The optimizer stays the script's object with all groups. A step leaves out parameters without a gradient, so during a step each rank
 hides the gradients of the parameters that other ranks step. (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054;
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,12 +30,13 @@ from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.strategy import Loop, refuse_one_vector
+from parwrap.torch_private.distributed import all_gather_single
 from parwrap.torch_private.optimizer import step_hooks, stepping
 
 __all__ = ["Zero1", "dealt_out"]
 
-BUCKET = 2**20
-"""The number of elements that are sent at a time."""
+GATHERED, BROADCAST = 2**24, 2**20
+"""About how many elements arrive at a time, by an all-gather or a broadcast: they need memory beside the parameters."""
 
 HOOK = -1
 """The key of parwrap's hooks on an optimizer; torch numbers the script's hooks from 0."""
@@ -252,17 +255,39 @@ class _Shards:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Broadcast each trained parameter from the rank that steps it."""
-        rank = self._group.world.rank
+        """Send each trained parameter from the rank that steps it, a piece of each rank's at a time."""
         trained = [p for p in parameters_of(self._optimizer) if p.requires_grad or p.grad is not None]
+        size, most = self._group.world.size, GATHERED // self._group.world.size if _gathers(self._group) else BROADCAST
+        alike = defaultdict[Any, list[torch.Tensor]](list)
+        for p in sorted(trained, key=torch.Tensor.numel, reverse=True):  # so that the pieces of ranks are about as large
+            alike[p.dtype, p.device].append(p)
         with self._group.control_message("sending the weights of a step"):
-            for owner in range(self._group.world.size):
-                for bucket in _buckets(p for p in trained if self._owners.get(p) == owner):
-                    flat = torch.cat([p.reshape(-1) for p in bucket])
-                    dist.broadcast(flat, owner)
-                    if owner != rank:
-                        for p, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                            p.copy_(values.view_as(p))
+            for parameters in alike.values():
+                of_ranks = [_pieces([p for p in parameters if self._owners.get(p) == owner], most) for owner in range(size)]
+                for pieces in zip_longest(*of_ranks, fillvalue=()):
+                    self._exchange(pieces)
+
+    def _exchange(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Send the parameters of this rank's piece, and write those that arrive from other ranks."""
+        rank, sizes = self._group.world.rank, [sum(p.numel() for p in piece) for piece in pieces]
+        longest, like = max(sizes), next(p for piece in pieces for p in piece)
+        if _gathers(self._group) and 2 * sum(sizes) > len(sizes) * longest:  # else most of it would be padding
+            everything = like.new_empty(len(sizes) * longest)
+            all_gather_single(everything, _flat(pieces[rank], like, longest))
+            arrived: dict[int, torch.Tensor] = dict(enumerate(everything.chunk(len(sizes))))
+        else:
+            arrived = {
+                owner: _flat(pieces[rank], like, size) if owner == rank else like.new_empty(size)
+                for owner, size in enumerate(sizes)
+                if size
+            }
+            for owner, flat in arrived.items():
+                dist.broadcast(flat, owner)
+        for owner, flat in arrived.items():
+            if owner != rank:
+                parts = flat.split([*(p.numel() for p in pieces[owner]), len(flat) - sizes[owner]])
+                for p, values in zip(pieces[owner], parts, strict=False):
+                    p.copy_(values.view_as(p))
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state``, this rank's state dict, merged with those of the other ranks, on the CPU."""
@@ -303,18 +328,27 @@ class _Shards:
         return dict(sorted(item for shard in shards for item in shard.items()))
 
 
-def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """``parameters`` in buckets of one dtype and device; a parameter that is larger than a bucket has one to itself."""
-    alike: dict[Any, list[torch.Tensor]] = {}
+def _gathers(group: Group) -> bool:
+    """Whether one all-gather is faster than a broadcast of each rank. Gloo copies all that an all-gather brings once more."""
+    return group.backend != "gloo"
+
+
+def _pieces(parameters: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """``parameters`` in pieces of ``most`` elements, or of as many more as the last parameter of a piece has."""
+    piece: list[torch.Tensor] = []
     for p in parameters:
-        if p.numel() >= BUCKET:
-            yield [p]
-            continue
-        bucket = alike.setdefault((p.dtype, p.device), [])
-        bucket.append(p)
-        if sum(each.numel() for each in bucket) >= BUCKET:
-            yield alike.pop((p.dtype, p.device))
-    yield from alike.values()
+        piece.append(p)
+        if sum(each.numel() for each in piece) >= most:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _flat(piece: Sequence[torch.Tensor], like: torch.Tensor, length: int) -> torch.Tensor:
+    """The values of a piece in one vector of ``length``, with padding at its end."""
+    padding = like.new_zeros(length - sum(p.numel() for p in piece))
+    return torch.cat([*(p.reshape(-1) for p in piece), padding])
 
 
 class _FromGpu:

@@ -20,6 +20,7 @@ __all__ = [
     "ACTIVE_DDP",
     "abort_nccl",
     "abort_process_groups",
+    "all_gather_single",
     "has_rebuilt_buckets",
     "quiet_gloo",
     "set_default_group",
@@ -28,6 +29,9 @@ __all__ = [
 
 ACTIVE_DDP = "_get_active_ddp_module"
 """The method that ``torch.compile`` asks for the DDP whose forward runs, to split graphs where its buckets end."""
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers equal tensors of all ranks into one. Torch 2.13 has renamed it, and warns of the older name."""
 
 _abort_process_group: Callable[[], None] = private("torch.distributed.distributed_c10d._abort_process_group")
 

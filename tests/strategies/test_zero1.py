@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parwrap
 from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.strategies import zero1
 from parwrap.strategies.zero1 import dealt_out
 
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), torch.ones(24, 1))
@@ -506,19 +507,39 @@ def test_what_cannot_be_sharded_is_said():
 
 
 @pytest.mark.ranks(2)
-def test_a_step_sends_each_weight_once(monkeypatch):
-    sent, original = [], dist.broadcast
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, *args, **kw: (sent.append(tensor.numel()), original(tensor, *args, **kw))[1])
+@pytest.mark.parametrize(
+    ("widths", "piece", "sent"),
+    [
+        ([8] * 24, 2**24, [("gather", 12 * 8)]),
+        ([8] * 24, 64, [("gather", 32)] * 3),  # 32 elements of each rank at a time
+        ([9, 7, 5, 4, 2, 1], 2**24, [("gather", 15)]),  # 9, 4, 2 and 7, 5, 1, beside what is frozen
+        ([9], 2**24, [("broadcast", 9)]),  # an all-gather would send as much padding
+        ([100, 3, 2], 16, [("gather", 100)]),  # larger than a piece
+    ],
+)
+def test_a_step_sends_each_weight_once_by_few_all_gathers_without_much_padding(widths, piece, sent, monkeypatch):
+    log, all_gather, broadcast = [], zero1.all_gather_single, dist.broadcast
+    monkeypatch.setattr(zero1, "GATHERED", piece)
+    monkeypatch.setattr(zero1, "_gathers", lambda group: True)  # as with NCCL
     with parwrap.distributed(strategy="zero1"):
-        model = model_of()
-        model[0].requires_grad_(False)
-        optimizer = adam(model.parameters())
-        model(torch.ones(2, 4)).sum().backward()
-        sent.clear()
-        optimizer.step()
-        step = sum(sent)
+        frozen = nn.Linear(3, 1)
+        frozen.requires_grad_(False)
+        layers = nn.ModuleList(nn.Linear(width, 1, bias=False) for width in widths)
+        optimizer = adam([*frozen.parameters(), *layers.parameters()])
+        before = [p.detach().clone() for p in layers.parameters()]
+        sum(layer(torch.ones(1, layer.in_features)).sum() for layer in layers).backward()
+        with monkeypatch.context() as watched:
+            watched.setattr(zero1, "all_gather_single", lambda out, own: log.append(("gather", own.numel())) or all_gather(out, own))
+            watched.setattr(
+                dist, "broadcast", lambda tensor, source: log.append(("broadcast", tensor.numel())) or broadcast(tensor, source)
+            )
+            optimizer.step()
+        after = [p.detach().clone() for p in layers.parameters()]
 
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == step
+    assert sorted(sent) == sorted(log)
+    for old, new in zip(before, after, strict=True):
+        assert not torch.equal(old, new)
+        assert all(torch.equal(new, each) for each in parwrap.gather(new))
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), [([], 2), ([5], 3), ([3, 1, 4, 1, 5, 9, 2, 6], 3), ([10, 10], 2)])

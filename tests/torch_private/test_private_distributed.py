@@ -28,6 +28,14 @@ def test_process_groups_are_ended_without_waiting():
     assert not dist.is_initialized()
 
 
+def test_tensors_are_gathered_into_one_without_a_warning(recwarn):
+    everything = torch.zeros(2)
+    distributed.all_gather_single(everything, torch.ones(2))
+
+    assert [1, 1] == everything.tolist()
+    assert [] == recwarn.list
+
+
 def test_gloo_goes_on_when_nccl_is_aborted():
     distributed.abort_nccl()  # tests/gpu has ranks that wait for it
 
