@@ -66,6 +66,17 @@ def test_nothing_reads_bytecode_reference_counts_or_the_collector():
     assert [] == [module for module, path in FILES.items() if guesses.search(path.read_text())]
 
 
+def test_only_the_table_of_devices_and_private_names_use_torchs_module_for_cuda():
+    """Not in comments and docstrings, which may name it for the reader, and not in messages."""
+    found = []
+    for module, path in FILES.items():
+        if module != "ranks.device" and room(module) != "torch_private":
+            uses = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+            found += [f"{module}: {use}" for use in uses if use == "torch.cuda"]
+
+    assert [] == found
+
+
 DOCS = PACKAGE.parent / "docs"
 
 

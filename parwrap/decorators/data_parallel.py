@@ -14,6 +14,7 @@ import torch
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, counted
 from parwrap.intercept.torch_calls import intercepting
+from parwrap.ranks.device import cuda_count
 from parwrap.ranks.group import current, world_size
 from parwrap.strategies.data_parallel import DataParallel, refuse_ranks
 
@@ -74,7 +75,7 @@ class data_parallel(ScopeDecorator):
 
     @contextmanager
     def scope(self, call: Call) -> Iterator[None]:
-        gpus = torch.cuda.device_count()
+        gpus = cuda_count()
         if current() is not None and len(self._named or ()) > 1:
             raise refuse_ranks(self._named or (), world_size())
         for device in self._named or ():

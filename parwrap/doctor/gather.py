@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
-from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from parwrap import __version__
 from parwrap.doctor.facts import Cores, Facts, Gpu, Gpus, Launch, Limits, Memory, Network, Versions
 from parwrap.errors import LaunchError
-from parwrap.ranks.device import choose_backend, cores, visible_gpu
+from parwrap.ranks.device import choose_backend, cores, cuda_devices, nccl_version, visible_gpu
 from parwrap.ranks.network import interface_of, interfaces
 from parwrap.ranks.platform import FORKS
 from parwrap.ranks.store import SECRET
@@ -93,7 +92,7 @@ def _versions() -> Versions:
     hip = getattr(torch.version, "hip", None)
     nccl = None
     if torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = nccl_version()
     return Versions(
         python=platform.python_version(),
         parwrap=__version__,
@@ -207,11 +206,8 @@ def _ask_torch() -> dict[str, Any]:
 
 def _answer(connection: Connection) -> None:
     try:
-        torch.cuda.init()
-        numbers = range(torch.cuda.device_count())
-        properties = [torch.cuda.get_device_properties(number) for number in numbers]
-        apart = [(one, other) for one, other in combinations(numbers, 2) if not torch.cuda.can_device_access_peer(one, other)]
-        connection.send({"seen": [Gpu(each.name, each.total_memory) for each in properties], "apart": apart})
+        seen, apart = cuda_devices()
+        connection.send({"seen": [Gpu(*each) for each in seen], "apart": apart})
     except Exception as error:
         connection.send({"error": str(error).strip().partition("\n")[0]})
 

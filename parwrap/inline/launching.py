@@ -25,7 +25,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
-import torch
 from torch.utils.data import DataLoader
 
 from parwrap.errors import LaunchError, RankMismatchError, UsageError, counted
@@ -34,7 +33,7 @@ from parwrap.inline.rank_process import ENDING, MESSAGE, Job, Task, end_file, fa
 from parwrap.inline.returned import CallersObjects, warn_of_changes
 from parwrap.inline.spawning import Interpreter, loaded, pack
 from parwrap.places import warn
-from parwrap.ranks.device import BACKEND, cores, gpu_count, of_sharing
+from parwrap.ranks.device import BACKEND, cores, cuda_count, cuda_has_started, gpu_count, of_sharing
 from parwrap.ranks.platform import FORKS, WINDOWS, path_of
 from parwrap.ranks.processes import how_ended
 from parwrap.ranks.rendezvous import job_folder
@@ -215,8 +214,8 @@ def _refuse_fork(who: str) -> None:
 
 def _cuda_has_started() -> bool:
     """Whether forked ranks could not use the GPUs: once torch has initialized CUDA, and also after ``torch.cuda.is_available()``."""
-    if torch.cuda.is_initialized() or not torch.cuda.device_count():
-        return torch.cuda.is_initialized()
+    if cuda_has_started() or not cuda_count():
+        return cuda_has_started()
     reading, writing = os.pipe()
     with _starting(), _without_collector(), open(reading, "rb", buffering=0) as answer:
         child = os.fork()

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parwrap.places import is_installed, is_ours, is_standard, script_place
+from parwrap.ranks.device import cuda_has_started
 from parwrap.torch_private.modules import CONTENTS
 from parwrap.torch_private.tensors import version_of
 
@@ -113,7 +114,7 @@ class CallersObjects:
                 super().__setattr__(name, partial(_loaded, objects, value) if name == "persistent_load" else value)
 
         # a caller that has not started CUDA can still fork
-        where = None if torch.cuda.is_initialized() else "cpu"
+        where = None if cuda_has_started() else "cpu"
         return torch.load(path, weights_only=False, map_location=where, pickle_module=pickle_module(Unpickler=Unpickler))
 
     def now(self) -> list[Any]:

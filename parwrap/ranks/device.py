@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -26,13 +28,19 @@ __all__ = [
     "choose_backend",
     "choose_device",
     "cores",
+    "cuda_count",
+    "cuda_devices",
     "cuda_has_started",
     "current_device",
+    "current_stream",
     "drawing_module",
     "gpu_count",
     "has_bf16",
     "most_allocated",
+    "nccl_version",
     "of_sharing",
+    "on_device",
+    "on_stream",
     "processor",
     "see_only",
     "to_host",
@@ -115,6 +123,39 @@ def gpu_count() -> int:
 def cuda_has_started() -> bool:
     """Whether torch has initialized CUDA in this process. The driver alone may have started before."""
     return torch.cuda.is_initialized()
+
+
+def cuda_count() -> int:
+    """How many GPUs torch sees in this process."""
+    return torch.cuda.device_count()
+
+
+def cuda_devices() -> tuple[list[tuple[str, int]], list[tuple[int, int]]]:
+    """Start CUDA; the name and memory of each GPU, and the pairs that cannot read each other's memory."""
+    torch.cuda.init()
+    numbers = range(cuda_count())
+    properties = [torch.cuda.get_device_properties(number) for number in numbers]
+    apart = [(one, other) for one, other in combinations(numbers, 2) if not torch.cuda.can_device_access_peer(one, other)]
+    return [(each.name, each.total_memory) for each in properties], apart
+
+
+def nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread computes on ``device``; ``None`` on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager:
+    """Compute on ``stream``, as :func:`current_stream` gives it, inside the block."""
+    return nullcontext() if stream is None else torch.get_device_module(stream.device).stream(stream)
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Make an accelerator torch's current device inside the block; nothing for the CPU."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def drawing_module() -> Any:

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -28,7 +28,7 @@ from parwrap.checks.same_step import GROWS, LOSS, LOSS_LOW, NUMBERS, Exchange
 from parwrap.errors import LockstepError, UsageError
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.places import script_place
-from parwrap.ranks.device import uses_nccl
+from parwrap.ranks.device import current_stream, on_stream, to_host, uses_nccl
 from parwrap.ranks.group import Group
 from parwrap.torch_private.autograd import tensor_hooks
 from parwrap.torch_private.distributed import has_rebuilt_buckets, unreached
@@ -111,7 +111,7 @@ class GradientAverager:
         self._facts = facts = torch.zeros(len(self.parameters) + len(others) + NUMBERS, dtype=dtype, device=device)
         facts[:-NUMBERS] = 1
         # numpy reads and writes a few numbers in a tenth of torch's time
-        self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
+        self._numbers = facts[-NUMBERS:].numpy() if facts.is_cpu else None
         self._signal = torch.zeros_like(facts).requires_grad_()  # an nn.Parameter would count as made in the batch
         self._signal.grad = torch.zeros_like(facts)
         self._take_means(self._signal.grad)
@@ -119,14 +119,13 @@ class GradientAverager:
         self._signal.register_hook(lambda grad: cast(GradientAverager, this())._report())
         # autograd runs the nodes of one device newest first, and counts them in each thread: the first node of a new thread runs last
         # it sends the last bucket from the stream on which this node is made: that of the other gradients, which the script has chosen
-        stream = torch.cuda.stream(torch.cuda.current_stream(device)) if facts.is_cuda else nullcontext()
-        self._root = _in_new_thread(self._signal.sum, stream)
+        self._root = _in_new_thread(self._signal.sum, on_stream(current_stream(device)))
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
         self._reducer = _Reducer(ordered, sparse, hook, **options)
         self._ordered = [*self._reducer.parameters()]
         self._nobodys: tuple[frozenset[int], int] = frozenset(), 0  # the ids of parameters without a gradient on any rank, and how often
-        self._late: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
+        self._late: tuple[torch.Tensor, torch.Event, list[int]] | None = None
 
     def refuse_to_go_on(self) -> NoReturn:
         """Raise after a backward that has raised.
@@ -176,7 +175,7 @@ class GradientAverager:
     def _take_means(self, means: torch.Tensor) -> None:
         """From now on, the means arrive in ``means``, the gradient of the signal."""
         self._means = means
-        self._means_on_host = None if means.is_cuda else means.numpy()
+        self._means_on_host = means.numpy() if means.is_cpu else None
 
     def reached_others(self) -> set[int]:
         """The ids in ``others`` whose parameters the last backward has reached on any rank."""
@@ -222,7 +221,7 @@ class GradientAverager:
         if all(reached) and not self._outside:
             return self._facts
         facts = self._facts.clone()
-        facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=facts.is_cuda), non_blocking=True)
+        facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=not facts.is_cpu), non_blocking=True)
         if self._outside:
             facts[GROWS] = 1
         return facts
@@ -259,10 +258,7 @@ class GradientAverager:
         if self._means_on_host is not None:
             bits = self._means_on_host
         elif known == ids and times >= SAME:
-            event, late = torch.cuda.Event(), torch.empty(self._means.shape, dtype=self._means.dtype, pin_memory=True)
-            late.copy_(self._means, non_blocking=True)
-            event.record()
-            self._late, bits = (late, event, places), cast(Any, dict.fromkeys(places, 0.0))
+            self._late, bits = (*to_host(self._means), places), cast(Any, dict.fromkeys(places, 0.0))
         else:
             bits = cast(Any, self._means.tolist())
             self._nobodys = ids, (times * (known == ids) + 1) * (not any(bits[place] for place in places))
@@ -270,7 +266,7 @@ class GradientAverager:
             if not bits[place]:
                 self.parameters[place].grad = None
 
-    def _compare_late(self, late: torch.Tensor, event: torch.cuda.Event, places: list[int]) -> None:
+    def _compare_late(self, late: torch.Tensor, event: torch.Event, places: list[int]) -> None:
         """Raise if another rank had a gradient in the last backward of a parameter that all ranks were taken to leave out."""
         self._late = None
         event.synchronize()
@@ -411,7 +407,7 @@ def average_sparse(bucket: dist.GradBucket) -> Future:
     gradient = bucket.buffer()
     average = (gradient / dist.get_world_size()).cpu()
     dist.all_reduce(average)
-    sent: Future = Future(devices=[gradient.device] if gradient.is_cuda else None)
+    sent: Future = Future(devices=[gradient.device] if not gradient.is_cpu else None)
     sent.set_result(average.to(gradient.device))
     return sent
 

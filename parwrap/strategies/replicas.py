@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from parwrap.errors import UsageError
+from parwrap.ranks.device import current_stream, on_device, on_stream
 from parwrap.torch_private.modules import (
     FLAT_WEIGHTS,
     IS_REPLICA,
@@ -377,7 +378,7 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
     default = default_device()
     computing = torch.get_num_threads()
     gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
-    streams = [torch.cuda.current_stream(gpu) for gpu in gpus]
+    streams = [current_stream(gpu) for gpu in gpus]
 
     @contextmanager
     def modes(device: torch.device) -> Iterator[None]:
@@ -390,9 +391,9 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
             for stream in streams:
-                entered.enter_context(torch.cuda.stream(stream))
+                entered.enter_context(on_stream(stream))
             if device.type == "cuda":
-                entered.enter_context(torch.cuda.device(device))
+                entered.enter_context(on_device(device))
             else:  # replicas share the threads that torch computes with
                 entered.callback(torch.set_num_threads, computing)
                 torch.set_num_threads(max(1, computing // len(devices)))
