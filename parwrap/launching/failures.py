@@ -25,7 +25,7 @@ from typing import Any, Literal
 from parwrap.checks.same_step import LOST
 from parwrap.errors import LaunchError, LockstepError, explain, in_one_line
 from parwrap.launching.signals import Terminated, terminate
-from parwrap.places import Place, from_script
+from parwrap.places import Place, from_script, is_ours
 from parwrap.ranks.processes import signal_name
 
 __all__ = [
@@ -210,6 +210,7 @@ class Recorder(contextlib.AbstractContextManager):
             explain(error)
             if isinstance(error, KeyboardInterrupt):  # also of another rank, whose connection may have closed first
                 error.__suppress_context__ = True
+                _end_in_the_script(traceback)
         with io.StringIO() as text, contextlib.redirect_stderr(text):
             with contextlib.suppress(SystemExit):  # a hook may exit
                 try:
@@ -219,6 +220,17 @@ class Recorder(contextlib.AbstractContextManager):
             if not text.getvalue():  # or writes to a log
                 print_exception(type(error), error, traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
+
+
+def _end_in_the_script(traceback: TracebackType | None) -> None:
+    """Cut from ``traceback`` the frames of torch and parwrap inside of the last other one: an interrupt says where the script was."""
+    last, at = None, traceback
+    while at is not None:
+        if not is_ours(at.tb_frame.f_code.co_filename):
+            last = at
+        at = at.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _place(error: BaseException) -> str:

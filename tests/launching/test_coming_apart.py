@@ -203,4 +203,5 @@ def test_a_signal_ends_a_job_that_trains(tmp_path, started, environ, script, num
     said = re.sub(r"parwrap: .* read .* samples on each of 2 ranks.*\n", "", stderr)
     assert said.startswith("rank 0 of 2 was interrupted:\nTraceback ") if number == signal.SIGINT else said == "", said
     assert said.count("Traceback") <= 1
+    assert "/parwrap/" not in said.replace(str(tmp_path), "")
     assert [] == left_in(environ)
