@@ -155,7 +155,9 @@ def _notes(found: list[_Row], rows: list[dict[str, Any]], added: list[tuple[Plac
             KIND_OF_RULE.get(re.split("[:,] ?[a-z]", told["rule"])[0], "other"),
             told["call"],
             told["what"],
-            f"rule {told['rule']}" + (f"; what changes it: {told['change']}" if told["change"] else ""),
+            f"rule {told['rule']}"
+            + (f"; what changes it: {told['change']}" if told["change"] else "")
+            + (f"; {told['seconds']:.3g} s on rank 0" if told["seconds"] else ""),
             row.printed,
         )
         for row, told in zip(found, rows, strict=True)
@@ -176,6 +178,7 @@ class _Row:
         rule: the rule of the contract that decided, and why.
         change: what would change it.
         printed: the last that it has printed.
+        seconds: how long this rank has spent there, in backwards, in ``next`` or in saves; 0 for other calls.
     """
 
     place: Place
@@ -185,6 +188,7 @@ class _Row:
     rule: str = ""
     change: str = ""
     printed: str = ""
+    seconds: float = 0.0
 
 
 @dataclass
@@ -229,7 +233,7 @@ class _Averaged(_Row):
     """A line that runs a backward.
 
     Attributes:
-        begin, end: when its first backward began and its last one ended, in seconds of ``time.perf_counter``.
+        begin, end: when its first backward began and its last one ended, by ``time.perf_counter``.
         waited: how long its backwards have waited for averages, in seconds.
         size: the number of parameters whose gradients its first backward has changed, and the megabytes of these.
     """
@@ -245,23 +249,27 @@ MOST_PRINTED = 300
 
 
 class _Begun(Batches):
-    """Calls ``begun`` after its first ``next``, with whether there was a batch: that is when a pass begins."""
+    """Times each ``next``. After the first it calls ``begun``, with whether there was a batch: that is when a pass begins."""
 
-    def __init__(self, batches: Iterator, begun: Callable[[bool], None]) -> None:
+    def __init__(self, batches: Iterator, begun: Callable[[bool], _Row]) -> None:
         super().__init__(batches)
-        self._begun: Callable[[bool], None] | None = begun
+        self._begun = begun
+        self._row: _Row | None = None
 
     def __next__(self) -> Any:
-        begun, self._begun = self._begun, None
+        began = time.perf_counter()
         try:
             batch = super().__next__()
         except StopIteration:
-            if begun is not None:
-                begun(False)
+            self._took(time.perf_counter() - began, drew=False)
             raise
-        if begun is not None:
-            begun(True)
+        self._took(time.perf_counter() - began, drew=True)
         return batch
+
+    def _took(self, seconds: float, drew: bool) -> None:
+        if self._row is None:
+            self._row = self._begun(drew)
+        self._row.seconds += seconds
 
 
 def _kind_of(loader: DataLoader, opened: Pass | None) -> tuple[str, str, str, str]:
@@ -295,8 +303,8 @@ class _Watcher(Interceptor):
         place, stack = script_place(), call_stack(sys._getframe(1))
         return _Begun(original(loader), lambda drew: self._note_pass(loader, place, stack, drew))
 
-    def _note_pass(self, loader: DataLoader, place: Place, stack: tuple[Line, ...], drew: bool) -> None:
-        """Note that a pass over ``loader`` has begun in the loop at ``stack``; ``drew`` says whether it has a batch."""
+    def _note_pass(self, loader: DataLoader, place: Place, stack: tuple[Line, ...], drew: bool) -> _Row:
+        """Note that a pass over ``loader`` has begun in the loop at ``stack``; ``drew`` says whether it has a batch. Returns its row."""
         opened = self._loop.passes.innermost if drew else None
         kind, rule, why, change = _kind_of(loader, opened)
         key = stack, kind
@@ -310,6 +318,7 @@ class _Watcher(Interceptor):
         row.whys[why] = None
         if opened is not None:
             row.begins(opened, self._loop.passes.open)
+        return row
 
     # training
 
@@ -318,9 +327,10 @@ class _Watcher(Interceptor):
         looks = not row.size[0]
         leaves = reached(call.roots) if looks else ()
         before = self._gradients(leaves) if looks else {}
-        row.begin, waited = row.begin or time.perf_counter(), self._loop.passes.clock.averages
+        began, waited = time.perf_counter(), self._loop.passes.clock.averages
         call.run()
-        row.end = time.perf_counter()
+        row.begin, row.end = row.begin or began, time.perf_counter()
+        row.seconds += row.end - began
         row.waited += self._loop.passes.clock.averages - waited
         options = self._loop.options()
         row.rule = f"5, strategy={options.strategy!r}" if options.is_given("strategy") else "5"
@@ -352,6 +362,11 @@ class _Watcher(Interceptor):
             with suppress(TypeError):
                 row.what = f"rank 0 writes {os.path.basename(os.fsdecode(file))}"
             row.what, row.rule, row.change = row.what or "rank 0 writes", "8", "every_rank_writes()"
+            began = time.perf_counter()
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                row.seconds += time.perf_counter() - began
         return wrapped(*args, **kwargs)
 
     def open(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -419,4 +434,5 @@ class _Watcher(Interceptor):
             "what": self._told(row),
             "rule": row.rule,
             "change": row.change,
+            "seconds": round(row.seconds, 6),
         }

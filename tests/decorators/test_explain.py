@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import time
 import warnings
 
 import pytest
@@ -48,6 +49,25 @@ def rows_of(run, tmp_path):
         return None, None
     told = json.loads(report.read_text())
     return told["rows"], told["warnings"]
+
+
+@pytest.mark.ranks(2)
+def test_a_row_has_the_seconds_that_its_line_took(tmp_path):
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            time.sleep(0.05)
+            return (torch.ones(1),)
+
+    rows, _ = rows_of(lambda: Loop().train(DataLoader(Slow(), batch_size=2)), tmp_path)
+
+    if parwrap.rank() == 0:
+        read, backward, step = (row["seconds"] for row in rows)
+        assert 0.1 <= read
+        assert 0 < backward
+        assert 0 == step
 
 
 @pytest.mark.ranks(2)
@@ -309,6 +329,7 @@ def test_a_page_has_the_lines_of_all_files_and_what_each_did_and_said(tmp_path, 
     assert "<i>" not in text
     line = next(line for line in text.splitlines() if "for x in torch" in line)
     assert '<div class="note share"><b>DataLoader</b> each of 2 ranks 4 of 8 samples, SequentialSampler, 1 pass, 2 batches<' in line
+    assert re.search(r"rule 2, 4: trains; what changes it: replicate\(loader\); [\d.e-]+ s on rank 0<", line)
     assert "<b>adds up total:</b> each rank has the sum over its own samples (rule 7)<" in text
 
 
