@@ -25,16 +25,18 @@ from parwrap.loop import interrupts
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def temporary():
+def _short():
     """A folder with a short path: multiprocessing makes sockets there, whose paths have at most 107 bytes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield folder
 
 
+temporary, ours = pytest.fixture(_short), pytest.fixture(_short)
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(temporary, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", temporary)
+def _nothing_is_left(ours, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", ours)
     mine = psutil.Process()
     files, children = mine.num_fds(), set(mine.children())  # what an earlier test has left may be gone later
 
@@ -47,7 +49,7 @@ def _nothing_is_left(temporary, monkeypatch):
         time.sleep(0.01)  # a thread of a queue to a loader's worker closes its pipe a moment after
         gc.collect()
     assert (False, set()) == left()
-    assert [] == [str(path) for path in Path(temporary).glob("parwrap-*/*") if path.name != "lock"]
+    assert [] == [str(path) for path in Path(ours).glob("parwrap-*/*") if path.name != "lock"]
 
 
 def test_the_value_of_rank_zero_comes_back_from_a_group_of_ranks():
