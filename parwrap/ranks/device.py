@@ -144,13 +144,13 @@ def nccl_version() -> str:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream on which this thread computes on ``device``; ``None`` on the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+    """The stream on which this thread computes on ``device``."""
+    return torch.get_device_module(device).current_stream(device)
 
 
-def on_stream(stream: Any) -> AbstractContextManager:
-    """Compute on ``stream``, as :func:`current_stream` gives it, inside the block."""
-    return nullcontext() if stream is None else torch.get_device_module(stream.device).stream(stream)
+def on_stream(device: torch.device, stream: Any) -> AbstractContextManager:
+    """Compute on ``stream`` of ``device`` inside the block."""
+    return torch.get_device_module(device).stream(stream)
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

@@ -119,7 +119,7 @@ class GradientAverager:
         self._signal.register_hook(lambda grad: cast(GradientAverager, this())._report())
         # autograd runs the nodes of one device newest first, and counts them in each thread: the first node of a new thread runs last
         # it sends the last bucket from the stream on which this node is made: that of the other gradients, which the script has chosen
-        self._root = _in_new_thread(self._signal.sum, on_stream(current_stream(device)))
+        self._root = _in_new_thread(self._signal.sum, on_stream(device, current_stream(device)))
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         hook = sender(self._signal) if sender else _send if len(sparse) > 1 or (sparse and uses_nccl()) else None
         self._reducer = _Reducer(ordered, sparse, hook, **options)

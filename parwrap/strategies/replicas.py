@@ -378,7 +378,7 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
     default = default_device()
     computing = torch.get_num_threads()
     gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
-    streams = [current_stream(gpu) for gpu in gpus]
+    streams = [(gpu, current_stream(gpu)) for gpu in gpus]
 
     @contextmanager
     def modes(device: torch.device) -> Iterator[None]:
@@ -390,8 +390,8 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
             for kind, enabled, dtype in autocasts:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
-            for stream in streams:
-                entered.enter_context(on_stream(stream))
+            for gpu, stream in streams:
+                entered.enter_context(on_stream(gpu, stream))
             if device.type == "cuda":
                 entered.enter_context(on_device(device))
             else:  # replicas share the threads that torch computes with

@@ -248,6 +248,10 @@ class _Torch(ModuleType):
 
     cuda = _Cuda("cuda")
 
+    @staticmethod
+    def get_device_module(device: Any = None) -> Any:
+        return _Torch.cuda
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
