@@ -256,7 +256,7 @@ class _Shards:
     @torch.no_grad()
     def send(self) -> None:
         """Send each trained parameter from the rank that steps it, a piece of each rank's at a time."""
-        trained = [p for p in parameters_of(self._optimizer) if p.requires_grad or p.grad is not None]
+        trained = [p for p in parameters_of(self._optimizer) if p in self._owners and (p.requires_grad or p.grad is not None)]
         size, most = self._group.world.size, GATHERED // self._group.world.size if _gathers(self._group) else BROADCAST
         alike = defaultdict[Any, list[torch.Tensor]](list)
         for p in sorted(trained, key=torch.Tensor.numel, reverse=True):  # so that the pieces of ranks are about as large

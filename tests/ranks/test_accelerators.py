@@ -3,7 +3,6 @@
 It has no kernels, so tensors stay on the CPU; what is asked is which device and which backend a rank gets.
 """
 
-import ast
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import parwrap
 from parwrap.errors import LaunchError
 from parwrap.loop.random_streams import ALL, RandomStreams, get_states, set_states
 from parwrap.precision.choice import choose
@@ -222,27 +220,3 @@ def test_a_file_is_loaded_onto_the_ranks_own(accelerators, location, wanted):
 
 def test_torch_names_the_backend():
     assert "xccl" == device.choose_backend(None, torch.device("xpu", 0))
-
-
-FOR_CUDA_ALONE = {
-    "decorators/data_parallel.py",
-    "doctor/gather.py",
-    "inline/launching.py",
-    "inline/returned.py",
-    "ranks/device.py",
-    "strategies/ddp_averager.py",
-    "strategies/replicas.py",
-}
-"""They divide batches over GPUs, report on them, fork beside them, or send from their streams. Others ask ``ranks/device.py``."""
-
-
-def test_only_what_is_for_cuda_alone_names_its_module():
-    package = Path(parwrap.__file__).parent
-    naming = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
-    }
-
-    assert FOR_CUDA_ALONE == {file for file in naming if not file.startswith("torch_private/")}
