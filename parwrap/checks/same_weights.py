@@ -23,6 +23,7 @@ from parwrap.loop.optimizers import Optimizers, parameters_of
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place, warn
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.collectives import by_kind
 from parwrap.ranks.device import processor, to_host
 from parwrap.ranks.group import Group
 from parwrap.ranks.structures import mapped
@@ -67,11 +68,8 @@ def checksums(tensors: Iterable[torch.Tensor], numbers: Iterable[int] | None = N
     """
     given = [each.detach().coalesce().values() if each.is_sparse else each.detach() for each in tensors]
     places = [*range(len(given))] if numbers is None else list(itertools.islice(numbers, len(given)))
-    groups: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
-    for place, dense in enumerate(given):
-        groups.setdefault((dense.device, dense.element_size()), []).append((place, dense))
     sums = torch.zeros(len(given), dtype=torch.int64, device=given[0].device if given else None)
-    for (device, size), members in groups.items():
+    for (device, size), members in by_kind(enumerate(given), lambda each: (each[1].device, each[1].element_size())).items():
         of_group = torch.zeros_like(sums, device=device)
         for piece in _pieces(members, PIECE // min(size, 8)):
             _add_sums(piece, of_group)

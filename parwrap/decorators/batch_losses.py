@@ -17,9 +17,8 @@ from parwrap.loop.losses import counts_samples, leading_sizes
 from parwrap.loop.passes import loss_factor
 from parwrap.norm.exchange import Statistics, statistics_of
 from parwrap.ranks.agreement import agree_on, home
-from parwrap.ranks.collectives import group_for, summed
+from parwrap.ranks.collectives import different_structures, group_for, summed
 from parwrap.ranks.group import Group, is_alone, world_size
-from parwrap.ranks.structures import difference
 from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["gather_with_grad", "mean_over_ranks"]
@@ -150,12 +149,8 @@ def _agreed_rows(x: torch.Tensor, requires_grad: bool, group: Group) -> list[int
     alike = {"each row": f"{list(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}", "requires_grad": str(requires_grad)}
 
     def error(all_ranks: list[Any]) -> RankMismatchError | None:
-        different = difference(dict(enumerate(structure for structure, _ in all_ranks)))
-        if not different:
-            return None
-        return RankMismatchError(
-            f"{KIND}() got different structures on different ranks: {different}. Only the first dimension may differ between ranks."
-        )
+        then = "Only the first dimension may differ between ranks."
+        return different_structures("gather_with_grad", [structure for structure, _ in all_ranks], then)
 
     differing = agree_on(group, KIND, (alike, len(x)), error)
     return [len(x)] * group.world.size if differing is None else [rows for _, rows in differing]

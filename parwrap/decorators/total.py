@@ -12,9 +12,9 @@ from parwrap.decorators.distributed import open_loop, trains_apart
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.loop.one_pass import Pass
 from parwrap.ranks.agreement import agree
-from parwrap.ranks.collectives import ALIKE, as_sums, group_for, summed
+from parwrap.ranks.collectives import as_sums, different_structures, group_for, summed
 from parwrap.ranks.group import Group
-from parwrap.ranks.structures import described, difference, leaves, mapped
+from parwrap.ranks.structures import described, leaves, mapped
 
 T = TypeVar("T")
 
@@ -101,8 +101,8 @@ def _agreed(values: Any, last: Pass, share: Pass | None, group: Group) -> Any:
                 f"parwrap.total() totals the pass at {last.place}, which rank {shared.index(True)} has read in shares and rank "
                 f"{shared.index(False)} whole. Name the same loader on every rank: parwrap.total(values, of=loader)."
             )
-        if different := difference(dict(enumerate(structure for _, structure, _ in everyones))):
-            return RankMismatchError(f"parwrap.total() got different structures on different ranks: {different}. {ALIKE}")
+        if different := different_structures("total", [structure for _, structure, _ in everyones]):
+            return different
         if differs := _differing([sums for _, _, sums in everyones]):
             at, rank = differs
             expressions = list(leaves(values))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,8 @@ __all__ = [
     "as_sums",
     "barrier",
     "broadcast",
+    "by_kind",
+    "different_structures",
     "gather",
     "gathered",
     "group_for",
@@ -282,20 +285,20 @@ def _reduce(name: str, x: Any, group: Group | None, finish: Callable[[Any, int],
     return mapped(x, result)
 
 
+def different_structures(name: str, structures: list[Structure], then: str = ALIKE) -> RankMismatchError | None:
+    """The error if the ``structures`` of the ranks' arguments of the collective ``name`` differ; ``then`` is its advice."""
+    if different := difference(dict(enumerate(structures))):
+        return RankMismatchError(f"parwrap.{name}() got different structures on different ranks: {different}. {then}")
+    return None
+
+
 def _common_dtypes(name: str, structure: Structure, group: Group) -> list[torch.dtype | None]:
     """The dtype to send each leaf in, if ranks mix numbers of different types; otherwise an empty list.
 
     Raises:
         RankMismatchError: the ``structure`` of the argument of the collective ``name`` differs between ranks.
     """
-
-    def error(structures: list[Structure]) -> RankMismatchError | None:
-        different = difference(dict(enumerate(structures)))
-        if not different:
-            return None
-        return RankMismatchError(f"parwrap.{name}() got different structures on different ranks: {different}. {ALIKE}")
-
-    structures = agree_on(group, f"parwrap.{name}", structure, error)
+    structures = agree_on(group, f"parwrap.{name}", structure, partial(different_structures, name))
     return mixed_dtypes(structure, structures) if structures else []
 
 
@@ -354,12 +357,23 @@ def _refuse_overflow(name: str, number: int, size: int) -> None:
         )
 
 
+def by_kind(items: Iterable[T], kind: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """``items`` by their ``kind``, such as dtype and device: those of one kind travel in one collective.
+
+    >>> by_kind([1, 0.5, 2], type)
+    {<class 'int'>: [1, 2], <class 'float'>: [0.5]}
+    """
+    kinds: dict[Any, list[T]] = {}
+    for each in items:
+        kinds.setdefault(kind(each), []).append(each)
+    return kinds
+
+
 def _all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of ``leaves`` over the ranks, one collective for each dtype."""
     where_sent = home(group)
     reduced = list(leaves)
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        where = [index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]
+    for where in by_kind(range(len(leaves)), lambda index: leaves[index].dtype).values():
         flat = torch.cat([leaves[index].reshape(-1).to(where_sent) for index in where])
         dist.all_reduce(flat)
         for index, part in zip(where, flat.split([leaves[index].numel() for index in where]), strict=True):

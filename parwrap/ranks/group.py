@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,16 @@ class Group:
         It yields a function to call while this rank waits outside of a collective.
         """
         return self.observer.control_message(kind)
+
+    def all_reduce(self, kind: str, numbers: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce ``numbers`` of the CPU over the ranks, in a control message of this ``kind``, and return them."""
+        with self.control_message(kind):
+            dist.all_reduce(numbers, op, group=self.control)
+        return numbers
+
+    def on_all_ranks(self, kind: str, flags: Iterable[bool]) -> list[bool]:
+        """For each of ``flags``, whether it is true on all ranks, which pass equally many."""
+        return self.all_reduce(kind, torch.tensor([*flags], dtype=torch.int64), dist.ReduceOp.MIN).bool().tolist()
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

@@ -25,6 +25,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.loop.modules import has_values
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree_on, first_difference
+from parwrap.ranks.collectives import by_kind
 from parwrap.ranks.group import Group, is_on_one_rank
 from parwrap.torch_private.modules import NormBase, registered_buffers
 from parwrap.torch_private.tensors import version_of
@@ -106,10 +107,8 @@ class Buffers:
         """Stop sending the buffers of modules that the script has dropped on at least one rank."""
         self._kept.clear()
         if self._moving:
-            alive = torch.tensor([buffer.tensor() is not None for buffer in self._moving], dtype=torch.int64)
-            with self._group.control_message("buffers that are still used"):
-                dist.all_reduce(alive, dist.ReduceOp.MIN, group=self._group.control)
-            self._moving = [buffer for buffer, used in zip(self._moving, alive.tolist(), strict=True) if used]
+            alive = self._group.on_all_ranks("buffers that are still used", (buffer.tensor() is not None for buffer in self._moving))
+            self._moving = [buffer for buffer, used in zip(self._moving, alive, strict=True) if used]
 
     def after_backward(self) -> None:
         """Send the buffers that training changes. The first ``STEPS`` backwards after :meth:`watch` find out which these are."""
@@ -191,8 +190,7 @@ class Buffers:
     def _send(self, buffers: Iterable[_Buffer], kind: str) -> None:
         """Write rank 0's values into ``buffers``, in one broadcast for each dtype and device."""
         tensors = [tensor for buffer in buffers if (tensor := buffer.tensor()) is not None]
-        for alike in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-            same = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == alike]
+        for same in by_kind(tensors, lambda tensor: (tensor.dtype, tensor.device)).values():
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
             with self._group.control_message(f"{kind} ({flat.numel()} numbers)"):
                 dist.broadcast(flat.view(torch.uint8), 0)  # gloo does not send every dtype

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -26,6 +25,7 @@ from parwrap.loop.modules import has_values
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Place, script_place
 from parwrap.ranks.agreement import agree, agree_on, first_difference, first_other
+from parwrap.ranks.collectives import by_kind
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.strategies.ddp import DDP
@@ -177,11 +177,9 @@ class Zero1(DDP):
 
     def make_whole(self) -> None:
         """Give every rank the whole states of those optimizers that all ranks still hold."""
-        group, optimizers = self.loop.group, [each() for each in self._sharded]
-        held = torch.tensor([each is not None for each in optimizers], dtype=torch.int64)
-        with group.control_message("optimizers that are still used"):
-            dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
-        for optimizer, everywhere in zip(optimizers, held.tolist(), strict=True):
+        optimizers = [each() for each in self._sharded]
+        held = self.loop.group.on_all_ranks("optimizers that are still used", (each is not None for each in optimizers))
+        for optimizer, everywhere in zip(optimizers, held, strict=True):
             if optimizer is not None and everywhere:
                 self._shards[optimizer].join()
 
@@ -258,11 +256,9 @@ class _Shards:
         """Send each trained parameter from the rank that steps it, a piece of each rank's at a time."""
         trained = [p for p in parameters_of(self._optimizer) if p in self._owners and (p.requires_grad or p.grad is not None)]
         size, most = self._group.world.size, GATHERED // self._group.world.size if _gathers(self._group) else BROADCAST
-        alike = defaultdict[Any, list[torch.Tensor]](list)
-        for p in sorted(trained, key=torch.Tensor.numel, reverse=True):  # so that the pieces of ranks are about as large
-            alike[p.dtype, p.device].append(p)
+        trained.sort(key=torch.Tensor.numel, reverse=True)  # so that the pieces of ranks are about as large
         with self._group.control_message("sending the weights of a step"):
-            for parameters in alike.values():
+            for parameters in by_kind(trained, lambda p: (p.dtype, p.device)).values():
                 of_ranks = [_pieces([p for p in parameters if self._owners.get(p) == owner], most) for owner in range(size)]
                 for pieces in zip_longest(*of_ranks, fillvalue=()):
                     self._exchange(pieces)
