@@ -7,7 +7,7 @@ This file is the regular step: find the site, check that all ranks come to it, r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,7 +42,7 @@ class DDP(OneModel):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self._sites = self._new_sites(self.buffers.watch)
+        self._sites = Sites(loop, self.buffers.watch)
         self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
         # until it is known whether the script accumulates by hand
         traits = loop.options().traits
@@ -52,9 +52,6 @@ class DDP(OneModel):
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
             torch.zeros((), requires_grad=True).sum()
-
-    def _new_sites(self, new_set: Callable[[], None]) -> Sites:
-        return Sites(self.loop, new_set)
 
     def backward(self, call: Backward) -> None:
         """Run ``call``, and average over the ranks its gradients of parameters that they share.
@@ -76,13 +73,10 @@ class DDP(OneModel):
 
     def _run(self, call: Backward) -> None:
         loop, weights = self.loop, self._weights
-        if is_alone():
-            self._refuse_alone()
-        if weights.due_at is not None:  # all optimizers have stepped now
-            weights.check()
-
         # how much does this rank's part of the batch count?
         weight = self._weight(call)
+        if weights.due_at is not None:  # all optimizers have stepped now
+            weights.check()
         scale, options = weight, loop.options()
         if options.loss != "mean":
             scale *= loss_factor(weight, loop.group.world.size, options, loop.passes.reads_whole)

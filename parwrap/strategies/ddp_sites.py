@@ -339,7 +339,7 @@ class Sites:
             if not arrived or (name := self._loop.modules.name_of(arrived[0])) in str(error):
                 raise
             raise LockstepError(f"{name} has got a gradient outside of the set of the backward at {site.shown}, and {error}") from error
-        new = [p for p in found if not self._has(site, p)]
+        new = [p for p in found if id(p) not in site.averager.ids and self.elsewhere(p) is None]
         if not new:  # on a GPU the other ranks say so a backward later
             return
         site.then_average |= re_enters
@@ -349,9 +349,6 @@ class Sites:
         self._arm(site, found, call)
         with self._loop.group.control_message("gradients outside of a set"):
             average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=new[0].device), site.averager.sparse)
-
-    def _has(self, site: Site, p: torch.Tensor) -> bool:
-        return site.averager is not None and (id(p) in site.averager.ids or self.elsewhere(p) is not None)
 
     def moved(self) -> None:
         """Drop all sets, so that they are found again: DDP's hooks are on the tensors that parameters had before a cast or move."""

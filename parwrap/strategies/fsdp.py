@@ -71,13 +71,11 @@ class FSDP(DDP):
         self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which all ranks have met them
         self._tensors = ShardedTensors(loop.group)
+        self._sites = _Sites(loop, self.buffers.watch, self._alive)
         self._weights.leaves_out = self._sites.leaves_out = self._is_part
         self._mesh: DeviceMesh | None = None
         self._in_forward = False
         self._wrappable: list[str] = []  # classes in the models sharded before the first step
-
-    def _new_sites(self, new_set: Callable[[], None]) -> _Sites:
-        return _Sites(self.loop, new_set, self._alive)
 
     # forwards
 
@@ -316,11 +314,9 @@ class FSDP(DDP):
         """Gather on every rank the models and the optimizers' states that all ranks still hold."""
         group = self.loop.group
         models, optimizers = [ref() for ref in self._models], [ref() for ref in self._optimizers]
-        held = torch.tensor([each is not None for each in (*models, *optimizers)], dtype=torch.int64)
+        held = [each is not None for each in (*models, *optimizers)]
         agree(group, "making models whole", len(held))
-        with group.control_message("making models whole"):
-            dist.all_reduce(held, dist.ReduceOp.MIN, group=group.control)
-        everywhere = held.bool().tolist()
+        everywhere = group.on_all_ranks("making models whole", held)
         for optimizer, is_held in zip(optimizers, everywhere[len(models) :], strict=True):
             if optimizer is not None and is_held:
                 for p, state in optimizer.state.items():

@@ -8,7 +8,7 @@ Douillard et al., 2023, https://arxiv.org/abs/2311.08105.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -27,6 +27,7 @@ from parwrap.loop.optimizers import parameters_of
 from parwrap.loop.passes import loss_factor
 from parwrap.places import script_place, warn
 from parwrap.ranks.agreement import agree_on
+from parwrap.ranks.collectives import by_kind
 from parwrap.ranks.group import is_alone
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.ddp_sites import made_equal
@@ -94,8 +95,6 @@ class LocalSGD(DDP):
         if self._warming:
             super()._run(call)
             return
-        if is_alone():
-            self._refuse_alone()
         loop = self.loop
         if self._stepped:
             self._batches.clear()
@@ -200,7 +199,7 @@ class LocalSGD(DDP):
         with group.control_message("an average of weights"):
             dist.all_reduce(totals, group=group.control)
             total_of = dict(zip(mine, totals.tolist(), strict=True))
-            for same in _by_kind(changed):
+            for same in by_kind(changed, lambda each: (_wide(each[0]), each[0].device)).values():
                 flat = torch.cat([_times(p.detach().to(_wide(p)), mine[id(each)]).reshape(-1) for p, each in same])
                 dist.all_reduce(flat)
                 for (p, each), total in zip(same, flat.split([p.numel() for p, _ in same]), strict=True):
@@ -245,14 +244,6 @@ def _wide(p: torch.Tensor) -> torch.dtype:
 
 def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor if factor == 1.0 else tensor * factor
-
-
-def _by_kind(changed: Iterable[tuple[torch.Tensor, _Round]]) -> Iterable[list[tuple[torch.Tensor, _Round]]]:
-    """``changed`` in groups of one dtype and device, each of which is sent together."""
-    alike: dict[Any, list[tuple[torch.Tensor, _Round]]] = {}
-    for p, each in changed:
-        alike.setdefault((_wide(p), p.device), []).append((p, each))
-    return alike.values()
 
 
 def _different_weights(all_ranks: Sequence[Any]) -> RankMismatchError:

@@ -171,12 +171,9 @@ class ParameterServer(OneModel):
 
         With ``staleness=0``, write the mean over workers into the loss.
         """
-        if is_alone():
-            self._refuse_alone()
-        loop = self.loop
+        loop, weight = self.loop, self._weight(call)
         if self._generation != loop.optimizers.generation:
             self._register()
-        weight = self._weight(call)
         root, added = loop.losses.root(call), loop.divisors.weigh(call)
         scale = weight * loss_factor(weight, self._group.world.size, loop.options(), loop.passes.reads_whole)
         loss = None if root is None else (root.data if added is None else root.data + added) * scale
@@ -189,9 +186,7 @@ class ParameterServer(OneModel):
 
     def _mean(self, loss: torch.Tensor) -> float:
         """The mean of ``loss`` over the workers, for ``staleness=0``: scripts that decide by the loss must decide alike on all workers."""
-        total = loss.reshape(1).to("cpu", torch.float64)
-        with self._group.control_message("the loss of a step"):
-            dist.all_reduce(total, group=self._group.control)
+        total = self._group.all_reduce("the loss of a step", loss.reshape(1).to("cpu", torch.float64))
         return total.item() / self._group.world.size
 
     # new optimizers
@@ -225,10 +220,8 @@ class ParameterServer(OneModel):
     def _drop_unused(self) -> None:
         """Drop optimizers that no worker holds any more. Workers ask each other, because Python may collect an optimizer later on one."""
         alive = set(self._numbers.values())
-        on_any = torch.tensor([number in alive for number in self._parts], dtype=torch.int64)
-        with self._group.control_message("optimizers that are still used"):
-            dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self._group.control)
-        self._parts = {number: parts for (number, parts), used in zip(self._parts.items(), on_any.tolist(), strict=True) if used}
+        dropped = self._group.on_all_ranks("optimizers that are still used", (number not in alive for number in self._parts))
+        self._parts = {number: parts for (number, parts), gone in zip(self._parts.items(), dropped, strict=True) if not gone}
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Assign new parameters to the servers. All workers compute the same assignment."""

@@ -172,8 +172,11 @@ class OneModel(Strategy):
         """The weight of this rank's part of the batch that ``call`` trains on.
 
         Raises:
-            UsageError: the collate function has left samples out or packed them, so the weight depends on what it did on other ranks.
+            UsageError: only this rank runs ``call``; or the collate function has left samples out or packed them, so the weight depends on
+                what it did on other ranks.
         """
+        if is_alone():
+            self._refuse_alone()
         loop = self.loop
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
         if batch.left_out and loop.group.world.size > 1 and loop.options().loss == "mean" and not is_part_of_mean(call.roots):
