@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import length_hint
 from pathlib import PurePath
 from typing import Any
 from zlib import crc32
@@ -53,7 +54,7 @@ def data_digits(loader: DataLoader, held: Held, seed: int, passes: int = 0) -> t
     [True, False, False, True]
     """
     dataset, batches, sampler = _parts(loader)
-    shape = f"{_length(dataset)} {loader.batch_size} {loader.drop_last} {type(batches).__name__} {type(sampler).__name__}"
+    shape = f"{length_hint(dataset, -1)} {loader.batch_size} {loader.drop_last} {type(batches).__name__} {type(sampler).__name__}"
     tensors = (value for _, value in sorted(_attributes(sampler).items()) if isinstance(value, torch.Tensor) and value is not dataset)
     weights = [_numbers_hash(value) for value in tensors]
     return held.digits(shape, f"{seed} {weights} {passes}")
@@ -189,10 +190,3 @@ def _spread_values(value: Any) -> Any:
         return value.reshape(-1)
     places = np.arange(0, size, max(1, size // SPREAD))[:SPREAD]
     return value.reshape(shape)[np.unravel_index(places, shape)]
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except TypeError:
-        return -1

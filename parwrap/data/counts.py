@@ -6,12 +6,11 @@ They are counted where samplers draw them: a collate function may make several r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.samplers import Count, DealtBatches, SplitBatches, batches_by_size
+from parwrap.data.samplers import Count, DealtBatches, SplitBatches, batches_by_size, draws_of
 from parwrap.data.streams import Dealt
 
 __all__ = ["counting"]
@@ -25,7 +24,7 @@ def counting(share: DataLoader) -> Callable[[int, bool], Count | None]:
     if isinstance(stream := share.dataset, Dealt):
         batch_size = share.batch_size or 1 if share.drop_last else 1
         return lambda batches, exhausted: stream.count(batch_size) if exhausted else None
-    draws: Any = share.sampler if share.batch_sampler is None else share.batch_sampler
+    draws = draws_of(share)
     if isinstance(draws, (DealtBatches, SplitBatches)):
         ahead = draws.weights is None and share.num_workers > 0
 

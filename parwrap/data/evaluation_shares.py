@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from inspect import unwrap
 from itertools import islice
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.samplers import block, copied_with
+from parwrap.data.samplers import block, copied_with, drawing_with, draws_of
 from parwrap.errors import RankMismatchError, UsageError, counted
 from parwrap.intercept.intercepted_calls import Backward, Batches
 from parwrap.intercept.interceptor import Interceptor
@@ -197,8 +198,7 @@ class Evaluation(Interceptor):
             reading.planned, reading.sizes = len(mine), [sizes[number] for number in mine]
             return [drawn[number] for number in mine]
 
-        name = "batch_sampler" if batched else "sampler"
-        batches = original(copied_with(loader, **{name: Blocks(getattr(loader, name), chosen)}))
+        batches = original(drawing_with(loader, Blocks(draws_of(loader), chosen)))
         return _Read(batches, reading, length=lambda: self._share_length(loader), rows=not batched)
 
     def _in_turn(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], reading: Reading) -> Iterator:
@@ -218,7 +218,7 @@ class Evaluation(Interceptor):
 
         batches = original(copy)
         turns = iter(Turns(batches, self._size, begin, ended))
-        return _Read(batches, reading, turns, rows=not batched, counted=batched)
+        return _Read(batches, reading, turns, rows=not batched)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """The number of batches of all ranks together."""
@@ -264,8 +264,7 @@ class _Read(Batches):
         reading: the pass.
         source: where to take batches from; by default ``batches``.
         length: the number of batches; by default that of ``batches``.
-        rows: whether to count the rows of the batches.
-        counted: whether batches come from :class:`Counted`.
+        rows: whether to count the rows of the batches, because the loader makes none. Else those taken in turn are of :class:`Counted`.
     """
 
     def __init__(
@@ -274,12 +273,10 @@ class _Read(Batches):
         reading: Reading,
         source: Iterator | None = None,
         length: Callable[[], int] | None = None,
-        *,
         rows: bool = False,
-        counted: bool = False,
     ) -> None:
         super().__init__(batches)
-        self._reading, self._source, self._length, self._rows, self._counted = reading, source or batches, length, rows, counted
+        self._reading, self._source, self._length, self._rows = reading, source or batches, length, rows
 
     def __next__(self) -> Any:
         reading = self._reading
@@ -298,7 +295,7 @@ class _Read(Batches):
             raise
         reading.read += 1
         if reading.in_turn:
-            size, batch = batch if self._counted else (1, batch)
+            size, batch = (1, batch) if self._rows else batch
             reading.sizes.append(size)
         if self._rows:
             reading.rows += rows_of(batch)
@@ -364,8 +361,7 @@ def _refuse_unreadable(loader: DataLoader) -> None:
             f"{script_place()} evaluates a DataLoader that has its own DistributedSampler, for {sampler.num_replicas} replicas. "
             "@parwrap.evaluate divides the samples itself, and uses each one once: remove that sampler."
         )
-    draws: Any = sampler if loader.batch_sampler is None else loader.batch_sampler
-    if not isinstance(loader.dataset, IterableDataset) and hasattr(draws, "__len__") and len(draws) > MOST:
+    if not isinstance(loader.dataset, IterableDataset) and length_hint(draws_of(loader)) > MOST:
         raise _endless()
 
 

@@ -42,6 +42,9 @@ from parwrap.data.samplers import (
     copied_with,
     distributed_sampler,
     divides_itself,
+    drawing_with,
+    drawn_in,
+    draws_of,
     is_plain,
     refuse_nothing,
     resampled,
@@ -63,7 +66,7 @@ from parwrap.ranks.device import cores
 from parwrap.ranks.group import Group, is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
-__all__ = ["Loaders", "is_replicated", "marked_like", "replicate", "shard"]
+__all__ = ["Loaders", "is_replicated", "key_of", "marked_like", "replicate", "shard"]
 
 TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """The samplers that draw from torch's stream, once for each pass."""
@@ -262,9 +265,7 @@ class Loaders(Interceptor):
         """
         if isinstance(loader.dataset, IterableDataset) or loader.persistent_workers or hasattr(loader, "state_dict"):
             return loader
-        if loader.batch_sampler is None:
-            return copied_with(loader, sampler=_SharedDraws(loader.sampler, self))
-        return copied_with(loader, batch_sampler=_SharedDraws(loader.batch_sampler, self))
+        return drawing_with(loader, _SharedDraws(draws_of(loader), self))
 
     def _held(self, loader: DataLoader, known: _Known) -> Held:
         """Hashes of what ``loader`` reads, which the script may have changed since they were computed. All ranks compute them alike."""
@@ -318,7 +319,7 @@ class Loaders(Interceptor):
             if dealt:
                 batches = DealtBatches(_SharedDraws(batches, self), rank, size, options.uneven)
         else:
-            draws = sampler if loader.batch_sampler is None else loader.batch_sampler
+            draws = draws_of(loader)
             if together and options.batch != "global":
                 draws = BatchSampler(sampler, (loader.batch_size or 1) * size, loader.drop_last)
             if not together and hasattr(draws, "for_ranks"):  # it puts batches of similar length into a step
@@ -328,7 +329,7 @@ class Loaders(Interceptor):
                 batches = DealtBatches(batches, rank, size, options.uneven)
         if together:
             batches = SplitBatches(batches, rank, size)
-        share = copied_with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": batches})
+        share = drawing_with(loader, batches)
         if _weights(share) is not None:
             vars(share)["in_order"] = True  # weights come in the order in which batches are drawn
         return share
@@ -509,22 +510,8 @@ class _SharedDraws:
         self._draws_once = all(type(each).__module__.startswith("torch.utils.data") for each in (indices, sampler))
 
     def __iter__(self) -> Iterator:
-        loaders, nothing, first = self._loaders(), object(), True
-        if loaders is None:
-            yield from self._indices
-            return
-        with loaders._drawing():
-            indices = iter(self._indices)
-        while True:
-            if first or not self._draws_once:
-                with loaders._drawing():
-                    drawn = next(indices, nothing)
-            else:
-                drawn = next(indices, nothing)
-            if drawn is nothing:
-                return
-            first = False
-            yield drawn
+        loaders = self._loaders()
+        return iter(self._indices) if loaders is None else drawn_in(loaders._drawing, self._indices, self._draws_once)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -548,7 +535,7 @@ def _weights(share: DataLoader) -> deque[Batch] | None:
     """The queue that gets the weight of each batch that ``share`` draws; ``None`` if all are 1."""
     if type(share.collate_fn) is CollatePart:
         return deque()
-    draws = share.sampler if share.batch_sampler is None else share.batch_sampler
+    draws = draws_of(share)
     return draws.weights if isinstance(draws, (DealtBatches, SplitBatches)) else None
 
 
@@ -573,11 +560,8 @@ def _draws_nothing(dataset: Any) -> bool:
 
 def _endless_from(loader: DataLoader) -> int:
     """How many samples a pass reads at most if its sampler ends; 0 if its sampler has a length, or its dataset has none."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    try:
-        return 0 if isinstance(loader.dataset, IterableDataset) or hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
-    except TypeError:
-        return 0
+    ends = isinstance(loader.dataset, IterableDataset) or hasattr(draws_of(loader), "__len__")
+    return 0 if ends else length_hint(loader.dataset)
 
 
 def _batches(batches: Iterator | None) -> int:
@@ -590,7 +574,4 @@ def _batches(batches: Iterator | None) -> int:
 
 def _samples(loader: DataLoader) -> int | None:
     """How many samples one process reads in a pass; ``None`` if unknown, as without a batch size, where items may be batches."""
-    try:
-        return len(_sampler(loader)) if isinstance(loader.batch_sampler, BatchSampler) else None
-    except TypeError:
-        return None
+    return (length_hint(_sampler(loader)) or None) if isinstance(loader.batch_sampler, BatchSampler) else None

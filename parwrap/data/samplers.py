@@ -6,11 +6,15 @@ ranks in turn, or each is split among them. Endless loaders are common, so indic
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
+from itertools import islice
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +27,7 @@ from parwrap.places import script_place
 from parwrap.torch_private.dataloader import ITERATOR
 
 __all__ = [
+    "NOTHING",
     "Count",
     "DealtBatches",
     "SplitBatches",
@@ -31,6 +36,9 @@ __all__ = [
     "copied_with",
     "distributed_sampler",
     "divides_itself",
+    "drawing_with",
+    "drawn_in",
+    "draws_of",
     "in_rounds",
     "is_plain",
     "lacks_samples",
@@ -42,6 +50,9 @@ __all__ = [
     "shuffles",
 ]
 
+
+NOTHING = object()
+"""Stands for an item after the last one."""
 
 DEEPEST = 20
 """How many levels of a batch to look into for the number of its samples."""
@@ -84,19 +95,16 @@ class DealtBatches:
         self._drawn = Count(0, 0)
 
     def __iter__(self) -> Iterator:
-        first: list = []
-        turn: list = []
+        batches, first = iter(self.batches), list[Any]()
         self._drawn = Count(0, 0)
         if self.weights is not None:
             self.weights.clear()
-        for batch in self.batches:
-            turn.append(batch)
+        while turn := list(islice(batches, self.size)):
+            first = first or turn
             if len(turn) == self.size:
-                first = first or turn
                 yield self._mine(turn)
-                turn = []
-        if turn and self.uneven != "drop":
-            yield self._mine(turn, [*turn, *(first or turn) * self.size][self.rank] if self.uneven == "pad" else turn[0])
+            elif self.uneven != "drop":
+                yield self._mine(turn, [*turn, *first * self.size][self.rank] if self.uneven == "pad" else turn[0])
 
     def _mine(self, turn: list, stand_in: Any = None) -> Any:
         """This rank's batch of ``turn``; ``stand_in`` if it has none."""
@@ -223,10 +231,7 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
 
 def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str) -> None:
     """Raise :class:`UsageError` if one process has a batch of ``loader``, and each of ``size`` ranks has none in its ``share``."""
-    try:
-        whole, own = _batches(loader), _batches(share)
-    except TypeError:  # of unknown length
-        return
+    whole, own = length_hint(draws_of(loader)), length_hint(draws_of(share), 1)  # of unknown length they refuse nothing
     if own == 0 < whole:
         drops = {'uneven="pad"': 'uneven="drop" skips what does not divide evenly'} if uneven == "drop" else {}
         if loader.drop_last:
@@ -237,11 +242,6 @@ def refuse_nothing(loader: DataLoader, share: DataLoader, size: int, uneven: str
             f"of {size} ranks reads none, because {' and '.join(drops.values()) or 'its sampler yields none'}. Use "
             f'{" and ".join(drops) or "another sampler"}, or batch="global", which divides each batch, or start fewer ranks.'
         )
-
-
-def _batches(loader: DataLoader) -> int:
-    """The number of batches that the samplers of ``loader`` give."""
-    return len(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
 
 
 def in_rounds(pieces: int, size: int, uneven: str) -> int:
@@ -258,6 +258,31 @@ def copied_with(loader: DataLoader, **others: Any) -> DataLoader:
     copied = loader.__class__.__new__(loader.__class__)
     vars(copied).update({**vars(loader), ITERATOR: None, **others})
     return copied
+
+
+def draws_of(loader: DataLoader) -> Any:
+    """What draws the items of ``loader``: its batch sampler, or its sampler if it makes no batches."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def drawing_with(loader: DataLoader, draws: Any) -> DataLoader:
+    """A copy of ``loader`` with ``draws`` in place of :func:`draws_of` it."""
+    return copied_with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": draws})
+
+
+def drawn_in(context: Callable[[], AbstractContextManager[Any]], items: Iterable, only_first: bool = False) -> Iterator:
+    """Draw each of ``items`` inside ``context()``; or only the first one, with what ``iter`` draws.
+
+    >>> list(drawn_in(contextlib.nullcontext, "abc"))
+    ['a', 'b', 'c']
+    """
+    with context():
+        items = iter(items)
+        item = next(items, NOTHING)
+    while item is not NOTHING:
+        yield item
+        with contextlib.nullcontext() if only_first else context():
+            item = next(items, NOTHING)
 
 
 def samples_in(batch: Any) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from parwrap.data.samplers import Count, DealtBatches, part_of, samples_in
+from parwrap.data.samplers import NOTHING, Count, DealtBatches, drawn_in, part_of, samples_in
 from parwrap.errors import UsageError
 from parwrap.options import Options
 from parwrap.places import script_place
@@ -26,8 +26,6 @@ from parwrap.ranks.group import Group, reading_stream
 
 __all__ = ["CollatePart", "Dealt", "EndsTogether", "Part", "part_of_stream", "was_split"]
 
-NOTHING = object()
-
 
 class _OfOneProcess(IterableDataset):
     """``dataset``, whose code sees a single process: parwrap divides what it yields."""
@@ -36,14 +34,7 @@ class _OfOneProcess(IterableDataset):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        with _without_ranks():
-            samples = iter(self.dataset)
-        while True:
-            with _without_ranks():
-                sample = next(samples, NOTHING)
-            if sample is NOTHING:
-                return
-            yield sample
+        return drawn_in(_without_ranks, self.dataset)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

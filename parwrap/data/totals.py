@@ -63,7 +63,6 @@ class Totals:
     def begins(self, loader: Any, opened: Pass) -> None:
         """Note that the pass ``opened`` over ``loader`` begins."""
         self._follows(loader, opened)
-        self._note(opened)
         if not opened.in_thread:
             self._newest = opened
             if opened.trains:
@@ -71,12 +70,14 @@ class Totals:
 
     def evaluates(self, loader: Any, place: Place) -> None:
         """Note that a pass over ``loader`` begins at ``place`` in ``@evaluate``: what is returned is merged, so it is of all samples."""
-        merged = Pass(trains=False, shared=False, place=place)
-        self._follows(loader, merged)
-        self._note(merged)
+        self._follows(loader, Pass(trains=False, shared=False, place=place))
 
     def _follows(self, loader: Any, opened: Pass) -> None:
         """Note that ``opened`` is the last pass over ``loader`` now. Keep the one before, if it has trained since its last total."""
+        if self._totalled and not opened.in_thread:
+            self._since, self._totalled = [], False
+        if all(each.shared != opened.shared or each.in_thread != opened.in_thread for each in self._since):
+            self._since.append(opened)
         over = self._loaders.setdefault(loader, _PassesOver())
         before, over.last = over.last, opened
         if before is None or before.in_thread:  # what depends on when a thread runs is not compared
@@ -89,12 +90,6 @@ class Totals:
     def other_kind(self, loader: Any, last: Pass) -> Pass | None:
         """A pass over ``loader`` that trained after the last total, in shares if ``last`` was whole, or whole if that was in shares."""
         return next((each for each in self._loaders[loader].earlier if each.shared != last.shared), None)
-
-    def _note(self, opened: Pass) -> None:
-        if self._totalled and not opened.in_thread:
-            self._since, self._totalled = [], False
-        if all(each.shared != opened.shared or each.in_thread != opened.in_thread for each in self._since):
-            self._since.append(opened)
 
     def ended(self, ended: Pass) -> None:
         """Note that the pass ``ended`` has ended."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from operator import length_hint
 from types import FrameType
 from typing import Any, cast
 
@@ -106,7 +107,7 @@ class _Shown(Batches):
             from tqdm import tqdm
 
             self._bars.epochs += 1
-            total, epoch = _length(self._loader), f"epoch {self._bars.epochs}"
+            total, epoch = length_hint(self._loader) or None, f"epoch {self._bars.epochs}"
             self._bar = tqdm(total=total, desc=epoch, unit="batch", leave=True, file=sys.stderr)
         self._is_first, self._size = False, samples_in(batch) * world_size()
         return batch
@@ -129,13 +130,6 @@ def _trains() -> bool:
     if passes is None:
         return torch.is_grad_enabled()
     return passes.innermost is not None and passes.innermost.trains
-
-
-def _length(loader: DataLoader) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a stream
-        return None
 
 
 def _has_own_bar(frame: FrameType | None) -> bool:
