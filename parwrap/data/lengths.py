@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parwrap.data.collate import Trimmed, is_sequence, pad_collate
-from parwrap.data.loaders import marked_like
+from parwrap.data.loaders import key_of, marked_like
 from parwrap.data.samplers import DealtBatches, copied_with, is_plain, shuffles
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
@@ -99,7 +99,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.multiple_of, self.slack = shuffle, seed, multiple_of, slack
         self.num_replicas, self.rank = _checked_rank(num_replicas, rank)
         self._epoch = 0
-        self._counted: _Counted | None = None
+        self._counted: dict[int, tuple[np.ndarray, int]] = {}  # for a number of ranks: the lengths and the batches of a pass
         self._refuse_too_long()
 
     def set_epoch(self, epoch: int) -> None:
@@ -153,12 +153,13 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
 
     def _count(self, ranks: int) -> int:
         """The number of all batches of a pass, counted once, because loops ask for it in every step."""
-        if self._counted is None or self._counted.lengths is not self.lengths or self._counted.ranks != ranks:
+        lengths, batches = self._counted.get(ranks, (None, 0))
+        if lengths is not self.lengths:
             padded = -np.sort(-self._padded())
             buckets = self._cut(padded[: len(padded) - self._left_out(ranks)], ranks)
             batches = sum(min(bucket.rounds * ranks, bucket.end - bucket.start) for bucket in buckets)
-            self._counted = _Counted(self.lengths, ranks, batches)
-        return self._counted.batches
+            self._counted[ranks] = self.lengths, batches
+        return batches
 
     def _left_out(self, ranks: int) -> int:
         return len(self.lengths) % (ranks * (self.batch_size or 1)) if self.drop_last else 0
@@ -238,16 +239,6 @@ class _Arranged:
         return self._sampler._count(self._ranks)
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """The number of ``batches`` that samples with these ``lengths`` make for ``ranks``. This is not a tuple, because ranks compare the
-    tuples in a sampler."""
-
-    lengths: np.ndarray
-    ranks: int
-    batches: int
-
-
 class _Bucket(NamedTuple):
     """The sorted samples from ``start`` to before ``end``, which make ``rounds`` rounds."""
 
@@ -312,20 +303,16 @@ class Lengths:
 
     def __init__(self, length: Any = None, pad_value: float | None = None) -> None:
         self._length, self._pad_value = length, pad_value
-        self._known: dict[int, tuple[Any, int, np.ndarray | None]] = {}
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, loader: DataLoader) -> np.ndarray | None:
         """The lengths of the samples of ``loader``; ``None`` if they do not differ or were not found."""
         dataset: Any = loader.dataset
-        key, samples = id(dataset), len(dataset)
-        known, count, lengths = self._known.get(key, (lambda: None, -1, None))
-        if known() is None or count != samples:
+        key, samples = key_of(loader), len(dataset)
+        count, lengths = self._known.get(key, (-1, None))
+        if count != samples:
             lengths = read_lengths(dataset, self._length, self._pad_value)
-            try:
-                known = weakref.ref(dataset, lambda _: self._known.pop(key, None))
-            except TypeError:  # a plain list, which its loader keeps alive
-                known = weakref.ref(loader, lambda _: self._known.pop(key, None))
-            self._known[key] = known, samples, lengths
+            self._known[key] = samples, lengths
         return lengths
 
 

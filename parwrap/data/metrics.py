@@ -6,9 +6,10 @@ reads whole, a sum, a confusion matrix or a count would be multiplied by the num
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.passes import Passes
@@ -25,25 +26,20 @@ class Metrics(Interceptor):
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._whole: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by id: the hash of a metric changes with its states
+        self._whole: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: the hash of a metric changes with its states
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
         innermost = self._passes.innermost
         whole = innermost is not None and not innermost.shared
         if metric.update_count:
             whole = whole and not self.syncs_metric(metric)
-        self._note(metric, whole)
+        self._whole[metric] = whole
         return update()
 
     def share_states(self, members: Sequence[Any]) -> None:
-        if noted := self._whole.get(id(members[0])):
+        if members[0] in self._whole:
             for metric in members[1:]:
-                self._note(metric, noted[1])
+                self._whole[metric] = self._whole[members[0]]
 
     def syncs_metric(self, metric: Any) -> bool:
-        known, whole = self._whole.get(id(metric), (None, False))
-        return not (whole and known is not None and known() is metric)
-
-    def _note(self, metric: Any, whole: bool) -> None:
-        key = id(metric)
-        self._whole[key] = weakref.ref(metric, lambda gone: self._whole.pop(key, None)), whole
+        return not self._whole.get(metric, False)
