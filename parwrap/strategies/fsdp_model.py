@@ -23,23 +23,8 @@ from torch.distributed.tensor import DTensor
 from parwrap.errors import UsageError
 from parwrap.places import script_place
 from parwrap.strategies.fsdp_tensors import Sharded
+from parwrap.torch_private import fsdp
 from parwrap.torch_private.autograd import in_backward, view_base
-from parwrap.torch_private.fsdp import (
-    collect_grad_tensors,
-    forget_state,
-    gather_in_full,
-    initialize,
-    module_info,
-    param_groups,
-    pre_backward,
-    register_as,
-    release_groups,
-    replace_on_modules,
-    reset_iteration,
-    same_dtype,
-    set_pre_backward_registration,
-    unsharded_parameter,
-)
 from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["ShardedModel"]
@@ -93,9 +78,9 @@ class ShardedModel:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=_policy(unit, whole, low), ignored_params=set(whole))
             unit.__class__ = kind
         self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
-        initialize(self._states[-1])  # makes this state the root, whichever unit is called first
+        fsdp.initialize(self._states[-1])  # makes this state the root, whichever unit is called first
         for state in self._states:
-            forget_state(state)
+            fsdp.forget_state(state)
         for unit, state in zip((*units, root), self._states, strict=True):
             self._watch(unit, f"{type(unit).__name__} {names[unit]}".rstrip(), state)
         for module in root.modules():
@@ -107,16 +92,16 @@ class ShardedModel:
         self._added = [(module, _added(before[module], _attachments(module))) for module in root.modules()]
         self.parameters: list[tuple[nn.Parameter, Any]] = []
         for state in self._states:
-            for group in param_groups(state):
+            for group in fsdp.param_groups(state):
                 for param in group.fsdp_params:
-                    info = module_info(param)
+                    info = fsdp.module_info(param)
                     p = plain[id(info.module), info.param_name]
                     Sharded.replace(p, param.sharded_param)
-                    register_as(param, p)
+                    fsdp.register_as(param, p)
                     self.parameters.append((p, param))
         self._parameter_of = {param: p for p, param in self.parameters}
         for state, unit in zip(self._states, (*units, root), strict=True):
-            for group in param_groups(state):
+            for group in fsdp.param_groups(state):
                 self._choose_low(f"{type(unit).__name__} {names[unit]}".rstrip(), group)
 
     def gather_once(self) -> None:
@@ -125,14 +110,14 @@ class ShardedModel:
         Call it outside of that mode: torch keeps the tensors, and training needs normal ones.
         """
         for state in self._states:
-            for group in param_groups(state):
+            for group in fsdp.param_groups(state):
                 group.unshard()
                 group.wait_for_unshard()
                 group.reshard()
 
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each sharded parameter that torch has gathered before, with the gathered parameter that autograd graphs reach."""
-        return ((p, leaf) for p, param in self.parameters if (leaf := unsharded_parameter(param)) is not None)
+        return ((p, leaf) for p, param in self.parameters if (leaf := fsdp.unsharded_parameter(param)) is not None)
 
     def is_leaf(self, p: torch.Tensor) -> bool:
         """Whether torch gathers a sharded parameter into ``p``. It makes each such tensor once, as it first gathers a unit."""
@@ -151,12 +136,12 @@ class ShardedModel:
 
     def is_reached(self, number: int, param: Any) -> bool:
         """Whether backwards have reached a parameter since ``reached`` was cleared; ``number`` is its id, ``param`` its ``FSDPParam``."""
-        leaf = unsharded_parameter(param)
+        leaf = fsdp.unsharded_parameter(param)
         return number in self.reached or (leaf is not None and leaf.grad is not None)
 
     def reset(self) -> None:
         """Reset torch's states, and drop gradients that were not reduced, after a forward or backward that failed halfway."""
-        reset_iteration(self._states[-1])
+        fsdp.reset_iteration(self._states[-1])
         for _, leaf in self.leaves():
             leaf.grad = None
 
@@ -169,9 +154,9 @@ class ShardedModel:
         self._take_off()
         for p, param in self.parameters if for_good else ():
             Sharded.put_back(p, self._gather)
-            replace_on_modules(param, p)
+            fsdp.replace_on_modules(param, p)
         for state in self._states:
-            release_groups(state)
+            fsdp.release_groups(state)
         for held in (self._states, self.parameters, self._parameter_of, self._leaves, self._low, self._added):
             held.clear()
 
@@ -225,24 +210,24 @@ class ShardedModel:
 
     def _watch(self, unit: nn.Module, name: str, state: Any) -> None:
         unit.register_forward_pre_hook(functools.partial(self._before, name, state), prepend=True)
-        set_pre_backward_registration(state, functools.partial(_gather_before_backward, state))
-        for group in param_groups(state):
+        fsdp.set_pre_backward_registration(state, functools.partial(_gather_before_backward, state))
+        for group in fsdp.param_groups(state):
             group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
 
     def _before(self, name: str, state: Any, module: nn.Module, args: Any) -> None:
         if in_backward():  # a checkpoint recomputes it
             return
-        for group in param_groups(state):
+        for group in fsdp.param_groups(state):
             for param in group.fsdp_params if group.is_sharded else ():
-                info = module_info(param)
+                info = fsdp.module_info(param)
                 if type(getattr(info.module, info.param_name, None)) is not Sharded:
                     _refuse_exchanged(info)
-        if param_groups(state):
+        if fsdp.param_groups(state):
             self._sends(f"the forward of {name}")
 
     def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
         """Reduce the gradients of a unit. A rank that has reached only some parameters of the unit sends zeros for the others."""
-        gathered = [(self._parameter_of[param], unsharded_parameter(param)) for param in group.fsdp_params]
+        gathered = [(self._parameter_of[param], fsdp.unsharded_parameter(param)) for param in group.fsdp_params]
         own = [(p, leaf) for p, leaf in gathered if leaf is not None and leaf.requires_grad]
         if any(leaf.grad is not None for _, leaf in own):
             self._sends(f"the gradients of {name}")
@@ -253,19 +238,19 @@ class ShardedModel:
                     leaf.grad = torch.zeros_like(leaf)
                     if p.grad is None:
                         self.zeros.append(p)
-            same_dtype([param for param in group.fsdp_params if unsharded_parameter(param) is not None])
+            fsdp.same_dtype([param for param in group.fsdp_params if fsdp.unsharded_parameter(param) is not None])
         post_backward(*unused)
 
     # autocast
 
     def _choose_low(self, name: str, group: Any) -> None:
         for param in group.fsdp_params:
-            info = module_info(param)
+            info = fsdp.module_info(param)
             if all(type(module) in CAST_ANYWAY for module in (info.module, *info.shared_modules)):
                 for module in (info.module, *info.shared_modules):
                     self._low.setdefault(module, (name, group, []))[2].append(param)
             else:
-                gather_in_full(param)
+                fsdp.gather_in_full(param)
 
     def _widen(self, module: nn.Module, args: Any) -> None:
         """Gather the weights of a layer that computes with autocast off in full, now and from now on. All ranks do so."""
@@ -273,11 +258,11 @@ class ShardedModel:
             return
         name, group, params = self._low.pop(module)
         self._sends(f"the weights of {name} in full")
-        self._outdated += [weakref.ref(leaf) for param in params if (leaf := unsharded_parameter(param)) is not None]
+        self._outdated += [weakref.ref(leaf) for param in params if (leaf := fsdp.unsharded_parameter(param)) is not None]
         self._leaves.clear()
         group.reshard()
         for param in params:
-            gather_in_full(param)
+            fsdp.gather_in_full(param)
         group.unshard()
         group.wait_for_unshard()
 
@@ -295,12 +280,12 @@ def _gather_before_backward(state: Any, outputs: Any) -> Any:
 
     Torch's own hook is lost if the output is a view and the script changes it in place, as ``h += x`` does.
     """
-    for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
+    for tensor in fsdp.collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
         base = view_base(tensor)
         if base is None or base.grad_fn is None:
-            tensor.register_hook(pre_backward(state))
+            tensor.register_hook(fsdp.pre_backward(state))
         else:
-            base.grad_fn.register_prehook(lambda grads: pre_backward(state)(None))
+            base.grad_fn.register_prehook(lambda grads: fsdp.pre_backward(state)(None))
     return outputs
 
 

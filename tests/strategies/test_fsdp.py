@@ -17,7 +17,7 @@ import parwrap
 from drawn_order import DrawnOrder
 from parwrap.errors import UsageError
 from parwrap.ranks import group
-from parwrap.strategies import fsdp_model
+from parwrap.torch_private import fsdp
 
 pytestmark = pytest.mark.needs_torch(2, 10, why="strategy='fsdp' does")
 
@@ -243,8 +243,8 @@ def test_a_global_batch_trains_what_one_process_trains():
 
 @pytest.mark.ranks(2)
 def test_the_work_of_a_backward_grows_with_the_units_and_not_with_their_square(monkeypatch):
-    seen, original, counts = [], fsdp_model.unsharded_parameter, []
-    monkeypatch.setattr(fsdp_model, "unsharded_parameter", lambda param: seen.append(param) or original(param))
+    seen, original, counts = [], fsdp.unsharded_parameter, []
+    monkeypatch.setattr(fsdp, "unsharded_parameter", lambda param: seen.append(param) or original(param))
     for units in (8, 16):
         with parwrap.distributed(strategy="fsdp", wrap="Linear"):
             model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(units)))
@@ -464,8 +464,8 @@ def train_under_autocast(careful, seen=None, wide=False):
 )
 def test_autocast_trains_the_weights_of_ddp_bit_for_bit_and_sends_what_it_casts_in_its_dtype(careful, wide, wrap, monkeypatch):
     expected = parwrap.distributed()(train_under_autocast)(careful, wide=wide)
-    gathered, dtypes = [], fsdp_model.unsharded_parameter
-    monkeypatch.setattr(fsdp_model, "unsharded_parameter", lambda param: gathered.append(dtypes(param)) or gathered[-1])
+    gathered, dtypes = [], fsdp.unsharded_parameter
+    monkeypatch.setattr(fsdp, "unsharded_parameter", lambda param: gathered.append(dtypes(param)) or gathered[-1])
     seen = []
     actual = parwrap.distributed(strategy="fsdp", wrap=wrap)(train_under_autocast)(careful, seen, wide=wide)
     last = {tuple(leaf.shape): leaf.dtype for leaf in gathered if leaf is not None}
