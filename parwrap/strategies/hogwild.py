@@ -11,8 +11,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +46,11 @@ class Hogwild(OneModel):
         super().__init__(loop)
         _refuse(loop.group)
         self._weights = _SharedWeights(loop.group)
-        self._lock: _Lock | None = None
+        self._lock: int | None = None  # a file that this rank locks for a step: when a process ends, even by a crash, its lock is released
         if loop.options().lock:
             assert loop.group.folder is not None
-            self._lock = _Lock(loop.group.folder / f"step-{loop.same_step.positions.opening}")
+            path = loop.group.folder / f"step-{loop.same_step.positions.opening}"
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_OWN, 0o600)
         self._generation = -1
         self._evaluating = False
 
@@ -84,23 +84,28 @@ class Hogwild(OneModel):
 
     def step(self, optimizer: Optimizer) -> None:
         """Take the lock, if there is one; a step that runs inside the step of another optimizer holds the lock already."""
-        if self._lock and len(stepping()) == 1:
-            self._lock.take()
+        if self._lock is not None and len(stepping()) == 1:
+            lock_for_process(self._lock)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Move parameters back into shared memory, because some steps replace their tensors. Then the outermost step releases the lock."""
         self._name_whole()
         self._weights.put_back()
         self.loop.same_step.passed(script_place())
-        if self._lock and len(stepping()) == 1:
-            self._lock.release()
+        if self._lock is not None and len(stepping()) == 1:
+            unlock_for_process(self._lock)
 
-    def _others_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _others_step(self) -> Iterator[None]:
         """Release the lock inside the block, in which this rank waits for others that may need the lock.
 
         This rank may hold the lock: a closure trains inside a step, and a step that raises does not release it.
         """
-        return self._lock.released() if self._lock else nullcontext()
+        if self._lock is not None:
+            unlock_for_process(self._lock)
+        yield
+        if self._lock is not None and stepping():
+            lock_for_process(self._lock)
 
     # where ranks meet
 
@@ -142,8 +147,8 @@ class Hogwild(OneModel):
         """Move the script's parameters from shared memory into memory of this rank alone."""
         self._weights.close()
         self.buffers.close()
-        if self._lock:
-            self._lock.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def _refuse(group: Group) -> None:
@@ -157,29 +162,6 @@ def _refuse(group: Group) -> None:
             f"strategy='hogwild' shares the memory of the CPU, but this rank trains on {group.device}: set CUDA_VISIBLE_DEVICES to an "
             "empty value to train on the CPU, or choose another strategy."
         )
-
-
-class _Lock:
-    """A file lock that lets one rank at a time take a step. When a process ends, even by a crash, its lock is released."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_OWN, 0o600)
-
-    def take(self) -> None:
-        lock_for_process(self._descriptor)
-
-    def release(self) -> None:
-        unlock_for_process(self._descriptor)
-
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        self.release()
-        yield
-        if stepping():
-            self.take()
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 class _Place(NamedTuple):
