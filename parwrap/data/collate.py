@@ -87,7 +87,7 @@ class pad_collate:
             columns = dict(enumerate(zip(*samples, strict=True)))  # type: ignore[arg-type]
         else:
             return default_collate(samples)
-        sequences = [name for name in columns if self._pads(name, columns[name])]
+        sequences = [name for name in columns if is_sequence(columns[name][0]) and (self.fields is None or name in self.fields)]
         measure: Any = "input_ids" if "input_ids" in sequences else sequences[0] if sequences else None
         batch: dict[Any, Any] = {}
         for name, column in columns.items():
@@ -101,9 +101,6 @@ class pad_collate:
         if sequences and "attention_mask" not in batch and (usual if masked is None else masked):
             batch["attention_mask"] = _mask(columns[measure], batch[measure].shape[1])
         return _like(first, batch)
-
-    def _pads(self, name: Any, column: Sequence[Any]) -> bool:
-        return is_sequence(column[0]) and (self.fields is None or name in self.fields)
 
     def _padded(self, name: Any, column: Sequence[Any], rounded: bool) -> torch.Tensor:
         """The sequences of ``column`` in one tensor, padded to one length. Sequences of equal length are padded only if ``rounded``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -79,6 +80,7 @@ class amp(ScopeDecorator):
         check(dtype, level)
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f"device={device!r} is not a device type for parwrap.amp: use 'cuda' or 'cpu', or remove it.")
+        self._policy: dict[str, Any] = {}
         for name, value, good, wanted in (
             ("init_scale", init_scale, lambda x: x > 0, "a positive number"),
             ("growth_factor", growth_factor, lambda x: x > 1, "a number above 1"),
@@ -87,13 +89,8 @@ class amp(ScopeDecorator):
         ):
             if not (is_number(value) and good(value)):
                 raise UsageError(f"{name}={value!r} is not {wanted}.")
+            self._policy[name] = value
         self._asked = dtype, level, device
-        self._policy = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
         self._state: AmpState | None = None
         self._scaling: Scaling | None = None
         self._said: set[str] = set()
@@ -111,7 +108,7 @@ class amp(ScopeDecorator):
             interceptors: list[Interceptor] = [HALVING[precision.model](optimizers)] if precision.model else []
             outer = _open[-1] if _open else None
             if outer is None or not outer.scales:
-                state = self._state = self._state or AmpState(precision.scales, **self._policy)  # type: ignore[arg-type]
+                state = self._state = self._state or AmpState(precision.scales, **self._policy)
                 interceptors += self._scalings(state, optimizers)
             else:
                 state = outer

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from inspect import Parameter, Signature
 from io import IOBase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from parwrap.options import Options
 from parwrap.places import begin_here, script_place, warn
 from parwrap.ranks import group as groups
 from parwrap.ranks.world import detect, launch_variables
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "average_gradients",

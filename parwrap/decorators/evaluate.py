@@ -380,7 +380,7 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
         except _FailedError as failed:
             hindrance = f"on parts of the data {failed.text}, but it does not fail on the whole data."
         else:
-            differing, proves = compared(whole, shared, _results(parts))
+            differing, proves = compared(whole, shared, [part.result for part in parts])
             if callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():
                 differing = []  # for example a list of the ranks' results
             if not differing:
@@ -401,10 +401,6 @@ def _compared(call: _JointCall, trust: _Trust, lengths: tuple[int, ...]) -> Any:
     return whole
 
 
-def _results(parts: list[Part]) -> list[Any]:
-    return [part.result for part in parts]
-
-
 def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: Any, parts: list[Part]) -> str:
     """Words for what differs, and for the ``reduce`` that would be right, if there is one."""
     shared, of_all = _where_they_differ(*(" ".join(repr(each).split()) for each in differing[0][1:]))
@@ -413,7 +409,7 @@ def _not_equal(call: _JointCall, differing: list[tuple[str, Any, Any]], whole: A
         return text
     name, why = OTHERS[call.reduce]
     with suppress(UsageError):
-        if not compared(whole, merged(name, parts), _results(parts)).differing:
+        if not compared(whole, merged(name, parts), [part.result for part in parts]).differing:
             return f'{text} It is right with reduce="{name}": {why}.'
     return f"{text} It is not a {call.reduce} over parts, or it depends on random numbers, as with dropout."
 

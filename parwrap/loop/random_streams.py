@@ -99,11 +99,7 @@ def _accelerators_state() -> torch.Tensor | None:
 class _Numpy:
     """numpy's global stream; its state takes 20 us to copy, so the bit generator itself is exchanged."""
 
-    def get(self) -> Any:
-        return np.random.get_bit_generator()  # type: ignore[attr-defined]
-
-    def set(self, state: Any) -> None:
-        np.random.set_bit_generator(state)  # type: ignore[attr-defined]
+    get, set = staticmethod(np.random.get_bit_generator), staticmethod(np.random.set_bit_generator)  # type: ignore[attr-defined]
 
     def seeded(self, seed: int) -> Any:
         generator: Any = np.random.MT19937(0)
@@ -112,11 +108,7 @@ class _Numpy:
 
 
 class _Python:
-    def get(self) -> Any:
-        return random.getstate()
-
-    def set(self, state: Any) -> None:
-        random.setstate(state)
+    get, set = staticmethod(random.getstate), staticmethod(random.setstate)
 
     def seeded(self, seed: int) -> Any:
         return random.Random(seed).getstate()
