@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
@@ -63,6 +63,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.options import Options
 from parwrap.places import Line, Place, call_stack, script_place, warn
 from parwrap.ranks.device import cores
+from parwrap.ranks.environment import attribute
 from parwrap.ranks.group import Group, is_alone, is_on_one_rank
 from parwrap.torch_private.dataloader import kept_iterator
 
@@ -486,16 +487,9 @@ DATALOADER_LENGTH = DataLoader.__len__
 """Torch's own function, which bypasses the patches."""
 
 
-@contextmanager
-def _seeding_workers(loader: DataLoader, seed: int | None) -> Iterator[None]:
+def _seeding_workers(loader: DataLoader, seed: int | None) -> AbstractContextManager[None]:
     """Inside the block, new iterators over ``loader`` seed their workers from ``seed``."""
-    before = loader.generator
-    if seed is not None:
-        loader.generator = torch.Generator().manual_seed(seed % 2**63)
-    try:
-        yield
-    finally:
-        loader.generator = before
+    return nullcontext() if seed is None else attribute(loader, "generator", torch.Generator().manual_seed(seed % 2**63))
 
 
 class _SharedDraws:

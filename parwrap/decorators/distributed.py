@@ -29,6 +29,7 @@ from parwrap.loop.random_streams import get_states, set_states
 from parwrap.options import Options
 from parwrap.places import begin_here, script_place, warn
 from parwrap.ranks import group as groups
+from parwrap.ranks.environment import attribute
 from parwrap.ranks.world import detect, launch_variables
 
 __all__ = [
@@ -263,17 +264,15 @@ def evaluating(divides: bool) -> Iterator[Callable[[Any], None]]:
     passes, totals = strategy.loop.passes, strategy.loop.totals
     opened = Pass(trains=False, shared=divides, place=script_place())
     passes.begin(opened)
-    before, totals.evaluating = totals.evaluating, True
 
     def begins(loader: Any) -> None:
         strategy.begins_pass(False)
         totals.evaluates(loader, script_place())
 
     try:
-        with same_draws():
+        with attribute(totals, "evaluating", True), same_draws():
             yield begins
     finally:
-        totals.evaluating = before
         passes.end(opened)
 
 

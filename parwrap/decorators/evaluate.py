@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -39,6 +39,7 @@ from parwrap.places import warn
 from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.agreement import agree_on, first_other
 from parwrap.ranks.collectives import gathered, group_for
+from parwrap.ranks.environment import attribute
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import leaves
 from parwrap.torch_private.modules import registered_buffers
@@ -220,16 +221,12 @@ class _JointCall:
     def run(self, evaluation: Evaluation) -> Any:
         """Run the function, with ``evaluation`` as the innermost interceptor, and return its result."""
         around = _running[-1] if _running else None
-        if around is not None:
-            around.asleep = True
         _running.append(evaluation)
         try:
-            with intercepting([evaluation], module_of(self.function)):
+            with attribute(around, "asleep", True) if around else nullcontext(), intercepting([evaluation], module_of(self.function)):
                 return self.function(*self.args, **self.kwargs)
         finally:
             _running.pop()
-            if around is not None:
-                around.asleep = False
 
 
 class _FailedError(Exception):

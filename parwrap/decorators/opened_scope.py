@@ -54,7 +54,7 @@ from parwrap.rank_zero.output import Output, output_of
 from parwrap.rank_zero.whole_files import saved_whole
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
-from parwrap.ranks.environment import without
+from parwrap.ranks.environment import attribute, without
 from parwrap.ranks.group import Group, Observer, is_failure, say
 from parwrap.ranks.platform import run_after_fork
 from parwrap.ranks.world import detect
@@ -202,12 +202,9 @@ class Scope:
                 seed_all(given["seed"])
         adjusts = group is not None and before.lr == "keep" != after.lr
         drawing = passes.drawing(given["draws"]) if passes is not None and "draws" in given else nullcontext()
-        self.options.now = after
-        try:
-            with drawing, learning_rates_times(partial(_lr_factor, self.options, group)) if adjusts else nullcontext():
-                yield
-        finally:
-            self.options.now = before
+        rates = learning_rates_times(partial(_lr_factor, self.options, group)) if adjusts else nullcontext()
+        with attribute(self.options, "now", after), drawing, rates:
+            yield
 
 
 def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | None, undo: ExitStack) -> Scope:

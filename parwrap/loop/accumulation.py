@@ -25,6 +25,7 @@ from parwrap.intercept.intercepted_calls import Backward, Batches, Clip, ScalerC
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.optimizers import parameters_of
 from parwrap.places import call_site, codes_of, script_place, warn
+from parwrap.ranks.environment import attribute
 from parwrap.ranks.group import is_alone
 from parwrap.torch_private.tensors import version_of
 
@@ -136,12 +137,8 @@ class Accumulation(Interceptor):
         full = [window for window in self._windows.values() if window.steps == self._steps - 1]
         closing = [window for window in full if window.closing or (window.site is not None and window.site[0] == site)]
         self._put_back(window for window in closing if not window.closing or window.is_lost())
-        self._running = True
-        try:
-            with nullcontext() if closing else self._no_sync():
-                call.times(1 / self._steps).run()
-        finally:
-            self._running = False
+        with attribute(self, "_running", True), nullcontext() if closing else self._no_sync():
+            call.times(1 / self._steps).run()
         self.backwards += 1
         if self._drawn is not None:
             self._batches.setdefault((site, self._drawn[0]), set()).add(self._drawn[1])

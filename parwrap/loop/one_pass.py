@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from parwrap.places import Line, Place
+from parwrap.ranks.environment import attribute
 
 __all__ = ["Batch", "Pass", "Steps"]
 
@@ -248,14 +249,9 @@ class Steps:
         if self.ended:
             self.ended = [each for each in self.ended[:-1] if not each.backwards] + self.ended[-1:]
 
-    @contextmanager
-    def computing(self, built_at: int) -> Iterator[None]:
+    def computing(self, built_at: int) -> AbstractContextManager[None]:
         """Inside the block, the closure of a step runs: each backward counts as this step, before which its pass may end."""
-        before, self.computing_for = self.computing_for, built_at
-        try:
-            yield
-        finally:
-            self.computing_for = before
+        return attribute(self, "computing_for", built_at)
 
     def count(self, built_at: int) -> bool:
         """Count a step of an optimizer that was built when all passes had drawn ``built_at`` batches.

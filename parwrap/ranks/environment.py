@@ -1,12 +1,13 @@
-"""Environment variables that are set inside a ``with`` block."""
+"""Environment variables and attributes that are set inside a ``with`` block."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-__all__ = ["environment", "without"]
+__all__ = ["attribute", "environment", "without"]
 
 
 @contextmanager
@@ -25,6 +26,17 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set the attribute ``name`` of ``owner`` inside the block; afterwards it is as before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def without(names: Iterable[str]) -> AbstractContextManager[None]:

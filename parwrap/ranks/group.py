@@ -22,6 +22,7 @@ from parwrap.errors import UsageError, in_one_line
 from parwrap.messages import WARNING, tell
 from parwrap.ranks.background import in_background
 from parwrap.ranks.device import choose_backend, choose_device, current_device, torch_backend, uses_nccl
+from parwrap.ranks.environment import attribute
 from parwrap.ranks.rendezvous import met
 from parwrap.ranks.world import World, detect
 from parwrap.torch_private.distributed import abort_process_groups, quiet_gloo, set_default_group
@@ -122,14 +123,9 @@ class Group:
         """For each of ``flags``, whether it is true on all ranks, which pass equally many."""
         return self.all_reduce(kind, torch.tensor([*flags], dtype=torch.int64), dist.ReduceOp.MIN).bool().tolist()
 
-    @contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
         """Inside the block, ``observer`` is the group's."""
-        before, self.observer = self.observer, observer
-        try:
-            yield
-        finally:
-            self.observer = before
+        return attribute(self, "observer", observer)
 
 
 _current: Group | None = None

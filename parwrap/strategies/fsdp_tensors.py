@@ -10,7 +10,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.intercept.intercepted_calls import Clip
 from parwrap.places import script_place
 from parwrap.ranks.agreement import agree
+from parwrap.ranks.environment import attribute
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import mapped
 from parwrap.torch_private.fsdp import clip_grads_with_norm_, local_tensor
@@ -148,14 +149,9 @@ class ShardedTensors:
     def end_step(self) -> None:
         self._steps = max(0, self._steps - 1)
 
-    @contextmanager
-    def outside_of_step(self) -> Iterator[None]:
+    def outside_of_step(self) -> AbstractContextManager[None]:
         """Inside the block, where the script's closure runs during a step, operations see whole tensors."""
-        steps, self._steps = self._steps, 0
-        try:
-            yield
-        finally:
-            self._steps = steps
+        return attribute(self, "_steps", 0)
 
     def call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run ``func``, which has sharded tensors among its arguments."""
