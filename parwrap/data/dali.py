@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from parwrap.checks.same_data import Held
@@ -148,5 +147,9 @@ def _is_part(metas: list[Mapping[str, Any]]) -> bool:
 
 def _rest(batches: Iterator, ended: Callable[[], None]) -> Iterator:
     """The remaining ``batches``. A ``for`` statement over DALI's iterator would call ``iter``, which begins another pass."""
-    yield from iter(partial(next, batches), None)
-    ended()
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            ended()
+            return

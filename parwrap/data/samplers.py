@@ -103,8 +103,10 @@ class DealtBatches:
             first = first or turn
             if len(turn) == self.size:
                 yield self._mine(turn)
-            elif self.uneven != "drop":
+                continue
+            if self.uneven != "drop":
                 yield self._mine(turn, [*turn, *first * self.size][self.rank] if self.uneven == "pad" else turn[0])
+            return
 
     def _mine(self, turn: list, stand_in: Any = None) -> Any:
         """This rank's batch of ``turn``; ``stand_in`` if it has none."""
