@@ -1,9 +1,9 @@
 """``zero1`` and ``fsdp`` beside torch's own, written by hand: ``python benchmarks/beside_torch.py`` prints a table.
 
 All ways train the same batches on the same two gloo ranks, with a thread each, in turns, and torch's again, which shows the noise.
-ddp is timed beside ``DistributedDataParallel``, zero1 beside that with ``ZeroRedundancyOptimizer(parameters_as_bucket_view=True)``, and fsdp
-beside FSDP2: ``fully_shard`` of each layer and of the model. Ratios are medians over pairs of neighbouring passes, and ``MiB`` the optimizer's
-state of a rank. ``sync_bn`` has no row: torch's ``SyncBatchNorm`` takes no CPU tensors.
+ddp is timed beside ``DistributedDataParallel``; zero1 beside that with ``ZeroRedundancyOptimizer(parameters_as_bucket_view=True)``;
+fsdp beside FSDP2, ``fully_shard`` of each layer and of the model. Ratios are medians over pairs of neighbouring passes, and ``MiB`` the
+optimizer's state of a rank. ``sync_bn`` has no row: torch's ``SyncBatchNorm`` takes no CPU tensors.
 """
 
 from __future__ import annotations
