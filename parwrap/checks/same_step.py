@@ -33,6 +33,9 @@ __all__ = ["GROWS", "LOSS", "LOSS_LOW", "NUMBERS", "Entry", "Exchange", "SameSte
 TOLERANCE = 0.25
 """How far the mean of equal digits may be off by rounding."""
 
+VARIANCE = 0.01
+"""How far the variance of equal digits of ``random`` may be off by rounding."""
+
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What gloo says of a rank that has ended."""
 
@@ -40,16 +43,20 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 class Entry(IntEnum):
     """The last entries of the signal. Before them it has a bit for each parameter: whether this rank's loss reaches it."""
 
-    SET = -16
+    SET = -18
     """The number of the set of parameters, modulo ``DIGITS``."""
-    STEP = -15
+    STEP = -17
     """The number of earlier backwards in this training pass, or in the scope if none is open, modulo ``DIGITS``."""
-    DRAWN = -14
+    DRAWN = -16
     """The number of batches that the loop has drawn in this training pass, or in the scope if none is open, modulo ``DIGITS``."""
-    DATA = -13
+    DATA = -15
     """Eight digits of what all ranks must read alike, in a pass's first backward."""
-    WEIGHT = -5
+    WEIGHT = -7
     """The weight of this rank's part of the batch; the mean is 1."""
+    PYTHON = -6
+    """A digit of the state of Python's ``random``, while this rank reads shares."""
+    PYTHON_SQUARED = -5
+    """The square of it: from both means each rank computes whether any two ranks differ, and all find the same."""
     LOSS = -4
     """The loss, in the signal's precision."""
     LOSS_LOW = -3
@@ -60,7 +67,7 @@ class Entry(IntEnum):
     """Whether this rank holds a signal to end, such as Ctrl-C."""
 
 
-SET, STEP, DRAWN, DATA, WEIGHT, LOSS, LOSS_LOW, GROWS, INTERRUPTED = map(int, Entry)  # each step indexes with these
+SET, STEP, DRAWN, DATA, WEIGHT, PYTHON, PYTHON_SQUARED, LOSS, LOSS_LOW, GROWS, INTERRUPTED = map(int, Entry)  # each step indexes with these
 NUMBERS = -SET
 ALIKE = range(SET, WEIGHT)
 """The entries that are equal on all ranks."""
@@ -103,12 +110,12 @@ class SameStep:
 
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self.work, self._interrupts = passes, work, interrupts
-        self.ending = False
+        self.ending = self._drew_apart = self._draws_apart = False
         self._averages_since = 0.0  # when this rank's last backward began to wait for the averages
         self._last: str | Place = "its start"
         assert group.folder is not None
         ranks = group.world.node_ranks
-        self._world = group.world
+        self._group, self._world = group, group.world
         self.positions = Positions(group.folder, ranks.index(group.world.rank), ranks, lambda: not interrupts.raised)
         self._on_the_way: deque[Exchange] = deque()
 
@@ -167,6 +174,9 @@ class SameStep:
         numbers[STEP], numbers[DRAWN] = backwards % DIGITS, drawn % DIGITS
         numbers[WEIGHT] = weight
         numbers[INTERRUPTED] = float(self._interrupts.held is not None)
+        if passes.training is not None and passes.training.shared and not passes.streams.draws_own("python"):
+            numbers[PYTHON] = digit = passes.streams.python_digit()
+            numbers[PYTHON_SQUARED] = digit * digit
         if passes.unsent and (data := passes.data_to_send()):
             numbers[DATA:WEIGHT] = data
         self.meets(number, shown)
@@ -211,7 +221,19 @@ class SameStep:
             grows = self._compare_later(exchange)
         if self._passes.unsent:
             self._passes.data_sent()
+        self._share_python()
         return grows
+
+    def begins_pass(self) -> None:
+        """Let ranks draw the order of a pass alike: on a GPU, the numbers of the last backward may be on their way."""
+        if self._draws_apart:
+            self.catch_up()
+            self._share_python()
+
+    def _share_python(self) -> None:
+        if self._drew_apart:
+            self._drew_apart, self._draws_apart = False, True
+            self._passes.streams.share_python(self._group)
 
     def passed(self, place: str | Place) -> None:
         """Note that training has come to ``place``: errors name it as the last step of a rank that ends after it."""
@@ -267,6 +289,8 @@ class SameStep:
             )
         if training is not None:
             training.losses += means[LOSS] + means[LOSS_LOW]
+        if means[PYTHON_SQUARED] - means[PYTHON] ** 2 > VARIANCE:
+            self._drew_apart = True
         if means[INTERRUPTED] > 0:
             self._interrupts.release()
         if (training is None or not training.shared) and self.work.watches(place):

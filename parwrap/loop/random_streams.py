@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.places import running_line, script_place
 from parwrap.ranks.device import drawing_module
+from parwrap.ranks.group import Group
 
 __all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "get_states", "seed_all", "set_states", "states_kept"]
 
@@ -172,6 +174,18 @@ class RandomStreams(Interceptor):
 
     def draws_own(self, library: str) -> bool:
         return library in self._own
+
+    def python_digit(self) -> int:
+        """A number below 61 that says where Python's shared stream is: one that has drawn more has another, but for rare exceptions."""
+        state = random.getstate()[1]
+        return (state[0] + state[-1]) % 61  # the position among 624 words, and one of these
+
+    def share_python(self, group: Group) -> None:
+        """Go on from rank 0's state of Python's shared stream: ranks have drawn different numbers of times, as for each token of a part."""
+        states = [random.getstate()]
+        with group.control_message("the state of Python's random"):
+            dist.broadcast_object_list(states, 0, group=group.control)
+        random.setstate(states[0])
 
     def infer_parameters(self, infer: Callable[[], None]) -> None:
         """Let all ranks draw the same parameters of a lazy module, also in a training pass."""

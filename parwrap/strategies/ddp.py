@@ -183,6 +183,7 @@ class DDP(OneModel):
 
         Before the latter, send rank 0's buffers too.
         """
+        self.loop.same_step.begins_pass()
         if trains:
             self._weights.begins_pass()
         elif self._synced_steps != self.loop.optimizers.steps and not is_alone():

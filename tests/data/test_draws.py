@@ -208,6 +208,23 @@ UNSEEDED = {
 }
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.ranks(3)
+def test_ranks_that_draw_from_python_for_each_token_of_their_part_draw_alike_after_the_backward(strategy):
+    with parwrap.distributed(seed=0, strategy=strategy):
+        training, drawn = Training(), []
+        for _ in range(2):
+            order = random.sample(range(12), 12)
+            for x in DataLoader(range(12), 1, sampler=order):
+                for _ in range(int(x)):
+                    random.random()
+                training.step()
+                drawn.append(random.random())
+            drawn.append(sum(order[:6]))
+            drawn.append(random.random())
+        assert [True] * 12 == same(drawn)
+
+
 @pytest.mark.parametrize("kind", UNSEEDED)
 @pytest.mark.ranks(2)
 def test_what_seeds_itself_draws_alike_outside_training_passes_and_each_ranks_own_inside(kind):
