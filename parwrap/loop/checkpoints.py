@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 
 __all__ = ["is_checkpoint", "tensors_in"]
 
+STREAM = torch.Generator().get_state().shape
+"""The shape of the state of a random stream, in bytes: more than the weights of a small model."""
+
 
 class Held(NamedTuple):
     """A tensor in an object.
@@ -21,11 +24,13 @@ class Held(NamedTuple):
         name: the last part of its key, such as ``weight``.
         shape: its shape.
         place: where its values are in memory; ``None`` if that is not known.
+        stream: whether it is the state of a random stream of torch.
     """
 
     name: str
     shape: tuple[int, ...]
     place: tuple[torch.device, int] | None = None
+    stream: bool = False
 
     @property
     def numel(self) -> int:
@@ -35,13 +40,14 @@ class Held(NamedTuple):
 def is_checkpoint(thing: Any, weights: Iterable[Any]) -> bool:
     """Whether more than half of the numbers in the tensors of ``thing`` belong to ``weights``, the modules and optimizers of the job.
 
-    A tensor belongs to them if it has the memory of one of theirs, or its name and its shape. A cached sample has neither.
+    A tensor belongs to them if it has the memory of one of theirs, or its name and its shape. A cached sample has neither. States of random
+    streams do not count.
 
     >>> model, copy = nn.Linear(3, 2), {"net.weight": torch.zeros(2, 3), "net.bias": torch.zeros(2)}
     >>> [is_checkpoint(each, [model]) for each in (model.state_dict(), {"epoch": 1, "model": copy}, {"x": torch.zeros(2, 3)}, [1], model)]
     [True, True, False, False, True]
     """
-    saved = [each for each in tensors_in(thing) if each.numel]
+    saved = [each for each in tensors_in(thing) if each.numel and not each.stream]
     if not saved:
         return False
     places, names = set(), set()
@@ -59,7 +65,7 @@ def tensors_in(thing: Any) -> Iterator[Held]:
     while left:
         name, each = left.pop()
         if isinstance(each, torch.Tensor):
-            yield Held(name.rpartition(".")[2], tuple(each.shape), _place(each))
+            yield Held(name.rpartition(".")[2], tuple(each.shape), _place(each), each.dtype == torch.uint8 and each.shape == STREAM)
         elif (shape := _described(each)) is not None:
             yield Held(name.rpartition(".")[2], shape)
         elif isinstance(each, (str, bytes, int, float, complex, type, ModuleType)) or each is None or id(each) in seen:

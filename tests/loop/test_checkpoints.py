@@ -32,6 +32,8 @@ CASES = {
     "copied, renamed and cast": (cast(MODEL.state_dict()), True),
     "nested, with a small history": ({"epoch": 3, "nets": [{"g": MODEL.state_dict()}], "losses": torch.zeros(9)}, True),
     "whole module": (MODEL, True),
+    "with the states of random streams": ({"m": MODEL.state_dict(), "draws": [torch.get_rng_state(), torch.Generator().get_state()]}, True),
+    "states of random streams alone": ({"draws": torch.get_rng_state()}, False),
     "a copy, as of an average of weights": (copy.deepcopy(MODEL), True),
     "part of a model": (MODEL[2].state_dict(), True),
     "buffers": (dict(MODEL.named_buffers()), True),
