@@ -54,7 +54,7 @@ class Entry(IntEnum):
     WEIGHT = -7
     """The weight of this rank's part of the batch; the mean is 1."""
     PYTHON = -6
-    """A digit of the state of Python's ``random``, while this rank reads shares."""
+    """A digit of the state of Python's ``random``, once this rank has read a training batch."""
     PYTHON_SQUARED = -5
     """The square of it: from both means each rank computes whether any two ranks differ, and all find the same."""
     LOSS = -4
@@ -174,7 +174,7 @@ class SameStep:
         numbers[STEP], numbers[DRAWN] = backwards % DIGITS, drawn % DIGITS
         numbers[WEIGHT] = weight
         numbers[INTERRUPTED] = float(self._interrupts.held is not None)
-        if passes.training is not None and passes.training.shared and not passes.streams.draws_own("python"):
+        if passes.batches and not passes.streams.draws_own("python"):
             numbers[PYTHON] = digit = passes.streams.python_digit()
             numbers[PYTHON_SQUARED] = digit * digit
         if passes.unsent and (data := passes.data_to_send()):

@@ -225,6 +225,18 @@ def test_ranks_that_draw_from_python_for_each_token_of_their_part_draw_alike_aft
         assert [True] * 12 == same(drawn)
 
 
+@pytest.mark.ranks(3)
+def test_so_do_ranks_that_ask_for_one_batch_of_a_new_iterator():
+    with parwrap.distributed(seed=0):
+        training, drawn, loader = Training(), [], DataLoader(range(12), 1, shuffle=True)
+        for _ in range(4):
+            for _ in range(int(next(iter(loader)))):
+                random.random()
+            training.step()
+            drawn.append(random.random())
+        assert [True] * 4 == same(drawn)
+
+
 @pytest.mark.parametrize("kind", UNSEEDED)
 @pytest.mark.ranks(2)
 def test_what_seeds_itself_draws_alike_outside_training_passes_and_each_ranks_own_inside(kind):
