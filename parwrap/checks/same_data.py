@@ -112,8 +112,9 @@ def different_data(differ: Iterable[int], place: Place, outer: Place | None = No
         "all of it. Before the loop, make the same dataset, split and loader on every rank: the same files in the same order, the same "
         "batch size, and the same seed (not the clock, the process number or torch.Generator().seed()). Draw inside `with "
         "parwrap.same_draws():`. Read a loader that only rank 0 needs in a function decorated with @parwrap.rank_zero_only. If the "
-        "dataset, or the weights of its sampler, were collected in a training pass, each rank has only a share: gather it first, "
-        "`torch.cat(parwrap.gather(tensor))`."
+        "samples, or the weights of a sampler, come from numbers of a training pass, such as each sample's loss, a rank has only those of "
+        "its share. Gather them first: `torch.cat(parwrap.gather(tensor))`, or by sample `losses[torch.cat(parwrap.gather(index))] = "
+        "torch.cat(parwrap.gather(new))`."
     )
 
 

@@ -77,5 +77,8 @@ class SameWork:
             remedy = "Draw an order of batches after it, or from a generator that is seeded with parwrap.rank()"
         else:
             why = "No DataLoader of torch is read there, and ranks draw alike"
-            remedy = 'draws="per_rank" (--draws per-rank) gives each rank random batches of its own, if the loop draws its batches by hand'
+            remedy = (
+                'draws="per_rank" (--draws per-rank) gives each rank random batches of its own, if the loop draws its batches by hand and '
+                "takes the same steps whatever it draws"
+            )
         return ". ".join(each for each in (why, remedy, from_loader) if each)

@@ -186,7 +186,7 @@ def test_ranks_that_compute_the_same_are_told_so_once(capfd):
     expected = [
         f"parwrap: all ranks compute the same losses at {line}: each does the whole work, which is right but no faster than one process. "
         'No DataLoader of torch is read there, and ranks draw alike. draws="per_rank" (--draws per-rank) gives each rank random batches '
-        "of its own, if the loop draws its batches by hand"
+        "of its own, if the loop draws its batches by hand and takes the same steps whatever it draws"
     ]
 
     assert (expected if parwrap.rank() == 0 else []) == said

@@ -216,7 +216,9 @@ def train_on_zipped(*data):
 @pytest.mark.parametrize("draws", ["by_pass", "per_rank"])
 def test_a_whole_pass_that_trains_on_different_data_is_an_error_unless_ranks_draw_their_own(draws):
     """For example a loop over the hardest samples of this rank's share."""
-    found = pytest.raises(RankMismatchError, match="were collected in a training pass, each rank has only a share")
+    found = pytest.raises(
+        RankMismatchError, match="come from numbers of a training pass, such as each sample's loss, a rank has only those of its share"
+    )
     with parwrap.distributed(draws=draws), found if draws == "by_pass" else nullcontext():
         training = Training()
         training.train(DataLoader(range(8), batch_size=2))
