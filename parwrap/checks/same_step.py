@@ -25,7 +25,7 @@ from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import DIGITS, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.device import to_host
-from parwrap.ranks.group import Group
+from parwrap.ranks.group import Group, is_alone
 from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["GROWS", "LOSS", "LOSS_LOW", "NUMBERS", "Entry", "Exchange", "SameStep"]
@@ -226,7 +226,7 @@ class SameStep:
 
     def begins_pass(self) -> None:
         """Let ranks draw the order of a pass alike: on a GPU, the numbers of the last backward may be on their way."""
-        if self._draws_apart:
+        if self._draws_apart and not is_alone():
             self.catch_up()
             self._share_python()
 
