@@ -54,7 +54,8 @@ class Entry(IntEnum):
     WEIGHT = -7
     """The weight of this rank's part of the batch; the mean is 1."""
     PYTHON = -6
-    """A digit of the state of Python's ``random``, once this rank has read a training batch."""
+    """A digit of the state of Python's ``random``, once this rank has read a training batch; 0 if it is not sent. It takes a third of what
+    a small backward costs, so it is sent in the first 8 backwards of a pass and in each 8th, and in all once the loop draws from it."""
     PYTHON_SQUARED = -5
     """The square of it: from both means each rank computes whether any two ranks differ, and all find the same."""
     LOSS = -4
@@ -110,7 +111,8 @@ class SameStep:
 
     def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
         self._passes, self.work, self._interrupts = passes, work, interrupts
-        self.ending = self._drew_apart = self._draws_apart = False
+        self.ending = self._drew_apart = self._draws_apart = self._draws_python = False
+        self._python = 0.0  # the last mean of the ranks' digits of Python's random in this pass
         self._averages_since = 0.0  # when this rank's last backward began to wait for the averages
         self._last: str | Place = "its start"
         assert group.folder is not None
@@ -174,9 +176,8 @@ class SameStep:
         numbers[STEP], numbers[DRAWN] = backwards % DIGITS, drawn % DIGITS
         numbers[WEIGHT] = weight
         numbers[INTERRUPTED] = float(self._interrupts.held is not None)
-        if passes.batches and not passes.streams.draws_own("python"):
-            numbers[PYTHON] = digit = passes.streams.python_digit()
-            numbers[PYTHON_SQUARED] = digit * digit
+        if (self._draws_python or backwards < 8 or not backwards % 8) and passes.batches:
+            passes.streams.write_python(numbers, PYTHON, PYTHON_SQUARED)
         if passes.unsent and (data := passes.data_to_send()):
             numbers[DATA:WEIGHT] = data
         self.meets(number, shown)
@@ -221,19 +222,21 @@ class SameStep:
             grows = self._compare_later(exchange)
         if self._passes.unsent:
             self._passes.data_sent()
-        self._share_python()
+        if self._drew_apart:
+            self._share_python()
         return grows
 
     def begins_pass(self) -> None:
         """Let ranks draw the order of a pass alike: on a GPU, the numbers of the last backward may be on their way."""
+        self._python = 0.0
         if self._draws_apart and not is_alone():
             self.catch_up()
-            self._share_python()
+            if self._drew_apart:
+                self._share_python()
 
     def _share_python(self) -> None:
-        if self._drew_apart:
-            self._drew_apart, self._draws_apart = False, True
-            self._passes.streams.share_python(self._group)
+        self._drew_apart, self._draws_apart = False, True
+        self._passes.streams.share_python(self._group)
 
     def passed(self, place: str | Place) -> None:
         """Note that training has come to ``place``: errors name it as the last step of a rank that ends after it."""
@@ -289,8 +292,10 @@ class SameStep:
             )
         if training is not None:
             training.losses += means[LOSS] + means[LOSS_LOW]
-        if means[PYTHON_SQUARED] - means[PYTHON] ** 2 > VARIANCE:
-            self._drew_apart = True
+        if means[PYTHON]:
+            self._drew_apart |= means[PYTHON_SQUARED] - means[PYTHON] ** 2 > VARIANCE
+            self._draws_python |= self._python not in (0, means[PYTHON])
+            self._python = means[PYTHON]
         if means[INTERRUPTED] > 0:
             self._interrupts.release()
         if (training is None or not training.shared) and self.work.watches(place):

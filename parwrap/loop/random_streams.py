@@ -175,10 +175,18 @@ class RandomStreams(Interceptor):
     def draws_own(self, library: str) -> bool:
         return library in self._own
 
-    def python_digit(self) -> int:
-        """A number below 61 that says where Python's shared stream is: one that has drawn more has another, but for rare exceptions."""
-        state = random.getstate()[1]
-        return (state[0] + state[-1]) % 61  # the position among 624 words, and one of these
+    def write_python(self, numbers: list[float], digit: int, square: int) -> None:
+        """Write a digit above 0 that says where Python's stream is, if ranks share it: one that has drawn more seldom has the same.
+
+        Args:
+            numbers: what this rank sends.
+            digit: where the digit goes.
+            square: where its square goes.
+        """
+        if not self.draws_own("python"):
+            state = random.getstate()[1]
+            numbers[digit] = value = (state[0] + state[-1]) % 61 + 1  # the position among 624 words, and one of these
+            numbers[square] = value * value
 
     def share_python(self, group: Group) -> None:
         """Go on from rank 0's state of Python's shared stream: ranks have drawn different numbers of times, as for each token of a part."""

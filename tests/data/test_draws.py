@@ -225,6 +225,19 @@ def test_ranks_that_draw_from_python_for_each_token_of_their_part_draw_alike_aft
         assert [True] * 12 == same(drawn)
 
 
+@pytest.mark.ranks(2)
+def test_so_do_ranks_that_begin_to_draw_late_in_a_pass():
+    with parwrap.distributed(seed=0):
+        training, drawn = Training(), []
+        for _ in range(2):
+            for step, x in enumerate(DataLoader(range(60), 1, sampler=random.sample(range(60), 60))):
+                for _ in range(int(x) if step > 20 else 0):
+                    random.random()
+                training.step()
+            drawn.append(random.random())
+        assert [True] * 2 == same(drawn)
+
+
 @pytest.mark.ranks(3)
 def test_so_do_ranks_that_ask_for_one_batch_of_a_new_iterator():
     with parwrap.distributed(seed=0):
