@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from parwrap.doctor.facts import Examination, Facts, Network, Row, SelfTest, Versions
 from parwrap.doctor.findings import Finding
 from parwrap.doctor.units import human_size, ranks
+from parwrap.errors import counted
 
 __all__ = ["report", "table"]
 
@@ -89,7 +90,10 @@ def _host(facts: Facts, here: list[int]) -> str:
 def _cores(facts: Facts) -> str:
     cores = facts.cores
     quota = f", limited to {cores.quota:g} cores' time" if cores.quota else ""
-    return f"{cores.usable} usable of {cores.present}{quota}; torch computes with {cores.threads} thread{'s'[: cores.threads != 1]}"
+    here = max(facts.launch.local_size, len(facts.gpus.seen))
+    each = cores.usable // here if cores.usable == cores.present else cores.usable  # a launcher has bound the rank to its own
+    workers = f"; num_workers={max(1, each)} on each of {here} ranks is a worker for each core" if here > 1 else ""
+    return f"{cores.usable} usable of {cores.present}{quota}; torch computes with {counted(cores.threads, 'thread')}{workers}"
 
 
 def _gpus(facts: Facts) -> str:
