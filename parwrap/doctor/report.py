@@ -92,7 +92,7 @@ def _cores(facts: Facts) -> str:
     quota = f", limited to {cores.quota:g} cores' time" if cores.quota else ""
     here = max(facts.launch.local_size, len(facts.gpus.seen))
     each = cores.usable // here if cores.usable == cores.present else cores.usable  # a launcher has bound the rank to its own
-    workers = f"; num_workers={max(1, each)} on each of {here} ranks is a worker for each core" if here > 1 else ""
+    workers = f"; num_workers={max(1, each)} on each of {here} ranks is one for each core" if here > 1 else ""
     return f"{cores.usable} usable of {cores.present}{quota}; torch computes with {counted(cores.threads, 'thread')}{workers}"
 
 

@@ -27,7 +27,7 @@ parwrap    rank 3: 0.1.0, python 3.11.7, torch 2.12.0 built for CUDA 12.8, NCCL 
 extras     torchdata 0.11.0; not here: datasets
 host       node7 (ranks 0-1); memory 512 GB, limited to 64 GB; /dev/shm 256 GB, 255 GB free; open files 65536
 host       node8 (ranks 2-3); memory 512 GB, limited to 64 GB; /dev/shm 64 MB, 64 MB free; open files 65536
-cores      16 usable of 64, limited to 32 cores' time; torch computes with 4 threads; num_workers=16 on each of 2 ranks is a worker for each core
+cores      16 usable of 64, limited to 32 cores' time; torch computes with 4 threads; num_workers=16 on each of 2 ranks is one for each core
 GPUs       0: NVIDIA H100, 80 GB; 1: NVIDIA H100, 80 GB; no peer access between 0-1; NVIDIA driver 570.86.15
                    GPU0    GPU1
            GPU0     X      SYS
