@@ -154,6 +154,9 @@ class PassIterator(Batches):
         frame = sys._getframe(1)
         lines = call_stack(frame)
         self.place, self.stack = place_of(lines, frame), owner.loops.stack(lines)
+        last = owner.last(loader)
+        if last is not None and last.exhausted and _handles_end(lines[-1]):
+            self.stack = last.stack  # its loop goes on
         self.source, self.loader, self.original, self.workers_seed = source, loader, original, workers_seed
         self._loader = weakref.ref(loader)
         self._owner: PassIterators | None = owner
@@ -225,3 +228,12 @@ class PassIterator(Batches):
         # If the script has dropped it, its pass ends now. If the garbage collector has found it, the next pass over its loader ends it.
         if owner is not None and owner.script_drops():
             self.finish(exhausted=False)
+
+
+def _handles_end(line: Line) -> bool:
+    """Whether ``line`` is in the ``except StopIteration`` block of its function."""
+    error, traceback = sys.exc_info()[1:]
+    if not isinstance(error, StopIteration) or traceback is None:
+        return False
+    code = traceback.tb_frame.f_code
+    return (line.file, line.function) == (code.co_filename, code.co_firstlineno)

@@ -1151,3 +1151,42 @@ def test_what_rank_zero_alone_reads_after_an_eval_changes_no_loop():
             seen.append([sample for batch in in_order() for sample in batch.tolist()])
 
     assert [share(), WHOLE] * 2 == seen
+
+
+class Endless:
+    """Reads a loader again and again."""
+
+    def __init__(self, loader) -> None:
+        self.loader, self.batches = loader, iter(loader)
+
+    def __next__(self):
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_begins_where_the_end_of_the_last_one_is_handled_goes_on_with_its_loop():
+    with parwrap.distributed():
+        training, batches, seen = Training(), Endless(in_order()), []
+        for _ in range(4):
+            training.step(batch := next(batches))
+            seen += samples(batch)
+
+    assert share() * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_what_a_function_reads_there_is_another_loop():
+    with parwrap.distributed():
+        training, loader, seen = Training(), in_order(), []
+        batches = iter(loader)
+        for _ in range(3):
+            try:
+                training.step(next(batches))
+            except StopIteration:
+                seen += read(loader)
+
+    assert WHOLE == seen
