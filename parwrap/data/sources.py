@@ -155,7 +155,7 @@ class PassIterator(Batches):
         lines = call_stack(frame)
         self.place, self.stack = place_of(lines, frame), owner.loops.stack(lines)
         last = owner.last(loader)
-        if last is not None and last.exhausted and _handles_end(lines[-1]):
+        if last is not None and last.exhausted and lines and _handles_end(lines[-1]):
             self.stack = last.stack  # its loop goes on
         self.source, self.loader, self.original, self.workers_seed = source, loader, original, workers_seed
         self._loader = weakref.ref(loader)

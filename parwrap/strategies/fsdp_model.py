@@ -235,7 +235,7 @@ class ShardedModel:
                 if leaf.grad is not None:
                     self.reached.add(id(p))
                 else:
-                    leaf.grad = torch.zeros_like(leaf)
+                    leaf.grad = torch.zeros_like(leaf, dtype=getattr(leaf, "grad_dtype", None))
                     if p.grad is None:
                         self.zeros.append(p)
             fsdp.same_dtype([param for param in group.fsdp_params if fsdp.unsharded_parameter(param) is not None])

@@ -84,8 +84,11 @@ def gather_in_full(param: Any) -> None:
 
 
 def same_dtype(params: list[Any]) -> None:
-    """Cast gradients to the dtype that is reduced if they have several, as torch does where it keeps them for a later backward."""
-    if len({grad.dtype for param in params if (grad := param._unsharded_param.grad) is not None}) > 1:
+    """Cast gradients to the dtype that is reduced if they have several, as torch does where it keeps them for a later backward.
+
+    Since torch 2.15, it reduces gradients of several dtypes together.
+    """
+    if torch.__version__ < (2, 15) and len({g.dtype for param in params if (g := param._unsharded_param.grad) is not None}) > 1:  # type: ignore[operator]
         for param in params:
             param.to_accumulated_grad_if_needed()
 

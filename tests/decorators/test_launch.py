@@ -251,6 +251,7 @@ def test_the_machine_must_have_as_many_gpus(monkeypatch):
         LaunchError, match=r"^nprocs='gpu' starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks"
     ):
         parwrap.launch(print, nprocs="gpu")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else the driver counts
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # stands for a machine that has them
     with pytest.raises(
         LaunchError,
@@ -261,6 +262,7 @@ def test_the_machine_must_have_as_many_gpus(monkeypatch):
 
 
 def test_ranks_share_gpus_over_gloo_where_there_are_too_few(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else the driver counts
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
     monkeypatch.setattr(launching, "_cuda_has_started", lambda: False)
     task = launching.Task(lambda: os.environ.get("PARWRAP_BACKEND"), [], dict)
@@ -290,6 +292,7 @@ def test_ranks_are_spawned_with_cloudpickle_once_cuda_has_started(monkeypatch):
 
 def test_asking_the_driver_for_gpus_starts_cuda_too(monkeypatch):
     caller = os.getpid()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else the driver counts
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)  # whatever another test has asked
     assert not launching._cuda_has_started()
@@ -298,6 +301,7 @@ def test_asking_the_driver_for_gpus_starts_cuda_too(monkeypatch):
 
 
 def test_gpus_are_asked_for_where_sigchld_is_ignored(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else the driver counts
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # stands for a machine with a GPU
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

@@ -114,4 +114,4 @@ def test_a_refused_command_names_the_file_with_its_defaults(parwrap_run, script)
     status, _, stderr = parwrap_run("--data-parallel", "all", script(""))
 
     assert 2 == status
-    assert stderr.splitlines()[-1].endswith("pyproject.toml has defaults for strategy. --no-defaults leaves them out.")
+    assert "pyproject.toml has defaults for strategy. --no-defaults leaves them out.\n" in stderr

@@ -79,11 +79,12 @@ def test_on_this_machine_the_cores_are_those_that_torch_chooses(root, monkeypatc
     for node in root.glob("sys/bus/pci/devices/*/numa_node"):
         write(node, 0)
     monkeypatch.setattr(numa, "ROOT", root)
-    monkeypatch.setattr(binding, "_get_numa_node_index_for_gpu_index", lambda gpu_index: 0)
-    monkeypatch.setattr(binding, "_get_gpu_count", lambda: 2)
+    device = "device" if hasattr(binding, "_get_device_count") else "gpu"  # before torch 2.15
+    monkeypatch.setattr(binding, f"_get_numa_node_index_for_{device}_index", lambda **index: 0)
+    monkeypatch.setattr(binding, f"_get_{device}_count", lambda: 2)
     options = binding.NumaOptions(binding.AffinityMode(mode))
     try:
-        by_torch = [binding._get_logical_cpus_to_bind_to(gpu_index=index, numa_options=options) for index in range(2)]
+        by_torch = [binding._get_logical_cpus_to_bind_to(**{f"{device}_index": index}, numa_options=options) for index in range(2)]
     except RuntimeError as error:
         pytest.skip(f"torch cannot: {error}")  # as where a GPU would get no core
 

@@ -88,7 +88,7 @@ def test_a_regular_step_sends_one_message_with_the_gradients_and_a_few_numbers()
 
     steps: list[dict[str, int]] = []
     counts(MANY, run)
-    parameters, numbers = (3 * 4 + 4) + 8 + (4 + 1) + 2, 16
+    parameters, numbers = (3 * 4 + 4) + 8 + (4 + 1) + 2, 18
     tensors = 8
 
     assert [{"all-reduce: calls": 1, "all-reduce: bytes": 4 * (parameters + tensors + numbers)}] == steps

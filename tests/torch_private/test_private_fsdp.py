@@ -91,7 +91,7 @@ def test_a_parameter_is_gathered_in_full_among_others_in_low_precision_and_their
         model(torch.ones(1, 2))
     leaves = [fsdp.unsharded_parameter(param) for param in group.fsdp_params]
     for leaf in leaves:
-        leaf.grad = torch.ones_like(leaf)
+        leaf.grad = torch.ones_like(leaf, dtype=leaf.grad_dtype)
     fsdp.same_dtype(group.fsdp_params)
     group.post_backward()
     group.finalize_backward()
