@@ -27,7 +27,8 @@ class NativeCall(NamedTuple):
         module: its module, by the name under which the module is imported.
         name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses are covered.
         way: ``"read"``: reads the file; ``"save"``: writes a whole file, which may be a checkpoint; ``"write"``: writes another whole
-            file; ``"open"``: creates an object that reads or writes by its mode; ``"update"``: creates an object that reads and writes.
+            file; ``"open"``: creates an object that reads or writes by its mode; ``"update"``: creates an object that reads and writes;
+            ``"map"``: maps a file, which it also writes if the argument ``shared`` after the path is true.
         path: the name of the argument that is the path.
         position: its position, not counting ``self``.
         mode: for ``"open"``, the mode, if there is no argument ``mode`` after the path.
@@ -35,7 +36,7 @@ class NativeCall(NamedTuple):
 
     module: str
     name: str
-    way: Literal["read", "save", "write", "open", "update"]
+    way: Literal["read", "save", "write", "open", "update", "map"]
     path: str
     position: int = 0
     mode: str | None = None
@@ -45,7 +46,7 @@ VOCABULARIES = ("WordLevel", "WordPiece")
 """The models of tokenizers that read a vocabulary from one file."""
 
 CALLS = (
-    NativeCall("torch", "from_file", "read", "filename"),
+    NativeCall("torch", "from_file", "map", "filename"),
     NativeCall("torch.jit", "save", "save", "f", 1),
     NativeCall("torch.jit", "RecursiveScriptModule.save", "save", "f"),
     NativeCall("torch.jit", "ScriptModule.save", "save", "f"),  # of a traced one
@@ -124,9 +125,11 @@ def _patch(module: ModuleType, call: NativeCall, files: NativeFileCalls, is_chec
 
 def _mode(call: NativeCall, args: tuple, kwargs: dict) -> str:
     """How the file is opened, in the form of ``open``; h5py's ``w-`` is ``x``."""
+    after = args[call.position + 1] if len(args) > call.position + 1 else None
+    if call.way == "map":
+        return "a+" if kwargs.get("shared", after) else "r"
     if call.way != "open":
         return {"read": "r", "update": "a+"}.get(call.way, "w")
-    after = args[call.position + 1] if len(args) > call.position + 1 else None
     return call.mode or kwargs.get("mode", after) or "r"
 
 
