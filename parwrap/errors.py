@@ -89,7 +89,8 @@ def explain(
     """
     if sys.version_info < (3, 11) or isinstance(error, ParwrapError) or getattr(error, "__notes__", None):
         return
-    of_shapes = isinstance(error, (RuntimeError, ValueError, IndexError)) and OF_SHAPES.search(in_one_line(error))
+    of_shapes = isinstance(error, (RuntimeError, ValueError, IndexError, AssertionError)) and OF_SHAPES.search(in_one_line(error))
+    of_shapes = of_shapes or (isinstance(error, AssertionError) and not error.args)  # which may be about the size of a batch
     if any("invalid device ordinal" in text for text in error.args if isinstance(text, str)):
         error.add_note(
             "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "

@@ -414,6 +414,26 @@ def test_a_batch_size_that_is_fixed_in_the_code_is_explained(batch, notes):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("trains", "notes"), [(True, 1), (False, 0)])
+def test_an_assertion_in_a_part_of_a_batch_is_explained(trains, notes):
+    """Such as that of a queue of features, whose length the batch size must divide."""
+
+    @parwrap.distributed(batch="global")
+    def train(model):
+        torch.optim.SGD(model.parameters(), 0.1)
+        for x in DataLoader(torch.ones(12, 2), batch_size=6) if trains else [torch.ones(3, 2)]:
+            if len(x) != 6:
+                raise AssertionError  # as of an `assert` that pytest has not rewritten
+
+    with pytest.raises(AssertionError) as caught:
+        train(nn.Linear(2, 1))
+
+    assert notes == len(getattr(caught.value, "__notes__", []))
+    assert all("a part of each batch, 3 samples of the last one" in note for note in getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("samples", "notes"), [(12, 1), (13, 0)])
 def test_a_batch_that_is_short_only_in_a_share_is_explained(samples, notes):
     """Such as a hidden state that is made once, for batches of 4."""
