@@ -1,7 +1,8 @@
 """Keeps the buffers of modules as DDP does: all ranks get rank 0's (contract, small print on buffers).
 
-Modules that the script has put in eval mode get rank 0's buffers when a pass that does not train begins after a step, also those that
-were in eval mode from the beginning: an average of models may copy its statistics from a model that trains. Buffers that training
+Modules that the script has put in eval mode get rank 0's buffers when a pass that does not train begins after a step, or a module is put
+in eval mode after one. So do those that were in eval mode from the beginning: an average of models may copy its statistics from a model
+that trains. Buffers that training
 changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, not before: a
 backward may need the values that its forward has saved.
 """
@@ -84,7 +85,7 @@ class Buffers:
             self._modules.setdefault(module, {})[name] = (id(buffer), -1) if is_lazy(buffer) else _state(buffer)
 
     def put_in_eval(self, module: nn.Module) -> None:
-        """Note a module that is in eval mode: the next :meth:`begins_whole` sends its buffers, if it has any."""
+        """Note a module that is in eval mode: the next :meth:`send_for_evaluation` sends its buffers, if it has any."""
         if _buffers(module.modules()):
             self._evaluated = {number: each for number, each in self._evaluated.items() if each() not in (None, module)}
             self._evaluated[next(self._numbers)] = weakref.ref(module)
@@ -171,17 +172,17 @@ class Buffers:
             changed = [*changed, *(buffer for buffer, of_each in zip(others, of_ranks, strict=True) if has_changed([*of_each]))]
         return changed, all(each[0] == mine[0] for each in all_ranks)
 
-    def begins_whole(self) -> None:
+    def send_for_evaluation(self) -> None:
         """Send the buffers of the modules that are in eval mode, or were put in eval mode since the last call.
 
-        Called when a pass that does not train begins after a step.
+        Called when a pass that does not train begins after a step, or a module is put in eval mode after one.
         """
         if not self._has_evaluated:
             return
         modules = {number: module for number, each in self._evaluated.items() if (module := each()) is not None}
         self._evaluated = {number: weakref.ref(module) for number, module in modules.items() if not module.training}
         buffers = {number: _buffers(module.modules()) for number, module in modules.items()}
-        kind = "sending rank 0's buffers as a pass begins"
+        kind = "sending rank 0's buffers for an evaluation"
         all_ranks = agree_on(self._group, kind, {number: _shapes(each) for number, each in buffers.items()}, partial(_differ, kind))
         common = set(buffers).intersection(*all_ranks or ())  # a rank may still hold a module that is garbage on another
         self._send(list(dict.fromkeys(buffer for number in sorted(common) for buffer in buffers[number])), kind)

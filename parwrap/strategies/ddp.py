@@ -7,6 +7,7 @@ This file is the regular step: find the site, check that all ranks come to it, r
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ from parwrap.strategies.ddp_sites import Site, Sites
 from parwrap.strategies.micro_batches import MicroBatches
 from parwrap.strategies.strategy import Loop, OneModel
 from parwrap.torch_private.autograd import in_backward, input_metadata
+from parwrap.torch_private.modules import NormBase
 
 __all__ = ["DDP"]
 
@@ -49,6 +51,7 @@ class DDP(OneModel):
         self._micro_batches = MicroBatches(loop.passes, loop.say) if traits.averages and traits.in_buckets else None
         self._thread: int | None = None
         self._local = self._synced_steps = self._counted_steps = 0
+        self._evaluated_at: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
             torch.zeros((), requires_grad=True).sum()
@@ -189,7 +192,20 @@ class DDP(OneModel):
         elif self._synced_steps != self.loop.optimizers.steps and not is_alone():
             self._synced_steps = self.loop.optimizers.steps
             self._weights.check("the check of weights as a pass that does not train begins")
-            self.buffers.begins_whole()
+            self.buffers.send_for_evaluation()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """Send rank 0's buffers if ``module`` is put in eval mode after a step: a validation set may be tensors that no loader reads.
+
+        Not inside a training pass, where an attack may do so for each batch, and not for a single norm, which is frozen and trains on.
+        """
+        super().set_mode(module, training)
+        steps, passes = self.loop.optimizers.steps, self.loop.passes
+        if training or not steps or self._evaluated_at.get(module) == steps or isinstance(module, NormBase):
+            return
+        if passes.training is None and passes.in_loop() and not is_alone():
+            self._evaluated_at[module] = steps
+            self.buffers.send_for_evaluation()
 
     def moved(self, module: nn.Module) -> None:
         """Forget all sets of parameters, because a cast or move gives parameters other tensors. The next backward finds them again."""

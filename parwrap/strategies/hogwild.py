@@ -116,7 +116,7 @@ class Hogwild(OneModel):
             self._train_on()
         else:
             self._evaluate()
-            self.buffers.begins_whole()
+            self.buffers.send_for_evaluation()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         super().set_mode(module, training)

@@ -392,7 +392,7 @@ class ParameterServer(OneModel):
     def begins_pass(self, trains: bool) -> None:
         if not trains and not is_alone():
             self._evaluate()
-            self.buffers.begins_whole()
+            self.buffers.send_for_evaluation()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         super().set_mode(module, training)

@@ -236,15 +236,45 @@ def test_a_module_that_only_one_rank_has_not_collected_yet_is_not_sent():
 
 
 @pytest.mark.ranks(2)
-def test_tensors_that_no_loader_reads_are_evaluated_with_this_ranks_statistics():
+@pytest.mark.parametrize("of_average", [False, True])
+def test_tensors_that_no_loader_reads_are_evaluated_with_rank_zeros_statistics(of_average):
+    """So ranks agree on the best epoch, on stopping early, and on the weights that they keep."""
     with parwrap.distributed():
-        model = norm_in_training().eval()
+        trained = norm_in_training()
+        model = copy.deepcopy(trained) if of_average else trained
+        own = parwrap.gather(model[0].running_mean.tolist())
+        model.eval()
         with torch.no_grad():
             outputs = parwrap.gather(model(torch.ones(1, 3)).item())
-        own = parwrap.gather(model[0].running_mean.tolist())
+        sent = parwrap.gather(model[0].running_mean.tolist())
 
     assert own[0] != own[1]
-    assert outputs[0] != outputs[1]
+    assert [own[0]] * 2 == sent
+    assert outputs[0] == outputs[1]
+
+
+def statistics_in_eval_mode(frozen_norm):
+    """The statistics of a norm on all ranks: of a model in eval mode inside a training pass, or of a norm that is frozen outside of it."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2):
+        model(x).sum().backward()
+        optimizer.step()
+        if not frozen_norm:
+            model.eval()
+            inside = parwrap.gather(model[0].running_mean.tolist())
+            model.train()
+    return parwrap.gather(model[0].eval().running_mean.tolist()) if frozen_norm else inside
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("frozen_norm", [False, True])
+def test_eval_mode_inside_a_training_pass_and_of_a_single_norm_sends_nothing(frozen_norm):
+    """An attack puts the model in eval mode for each batch, and a script that freezes norms calls each of them."""
+    with parwrap.distributed():
+        first, second = statistics_in_eval_mode(frozen_norm)
+
+    assert first != second
 
 
 @pytest.mark.ranks(2)

@@ -402,7 +402,7 @@ def test_evaluation_sees_the_average_and_rank_zeros_buffers():
             for x, _ in DataLoader(data, batch_size=2):
                 model[0](x)
 
-    for look, buffers in ((evaluates, True), (goes_to_eval, False), (reads, False)):
+    for look, buffers in ((evaluates, True), (goes_to_eval, True), (reads, False)):
         before, after = local(every=8)(seen)(look)
         (first, other), both = parwrap.gather(before), parwrap.gather(after)
 
