@@ -300,6 +300,12 @@ class Loaders(Interceptor):
                 f"each rank takes whole items, and a step trains on {size} of them. Let the loader make the batches, with batch_size= or "
                 "batch_sampler=, to keep the weights of one process."
             )
+        if options.batch == "global" and known.copy is None and loader.batch_size is not None and loader.batch_size < size:
+            warn(
+                f"parwrap: the loader at {script_place()} makes batches of {counted(loader.batch_size, 'sample')}, which {size} ranks "
+                "cannot share: with batch='global' those without a part repeat a sample with weight 0. Use batch='per_rank' (--batch "
+                "per-rank), with which each rank takes whole batches, or larger batches, or fewer ranks."
+            )
         by_torch = type(sampler) is DistributedSampler or (is_plain(loader) and not together)
         opened.seed, known.resumed = self._seed(loader, sampler, by_torch) if known.resumed is None else known.resumed, None
         share = known.copy

@@ -859,3 +859,14 @@ def test_quiet_says_nothing_of_workers(monkeypatch, capsys):
     parwrap.distributed(lambda: list(DataLoader(range(8), num_workers=2)))()
 
     assert "workers" not in capsys.readouterr().err
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("batch_size", "warned"), [(1, True), (2, False)])
+def test_batches_with_fewer_samples_than_ranks_are_named(batch_size, warned, recwarn):
+    with parwrap.distributed(batch="global"):
+        for x in parwrap.shard(DataLoader(torch.arange(4.0), batch_size=batch_size)):
+            assert len(x) == 1
+
+    texts = [str(each.message) for each in recwarn]
+    assert warned == any("makes batches of 1 sample, which 2 ranks cannot share" in text for text in texts)
