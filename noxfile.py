@@ -20,7 +20,7 @@ TORCH, PYTHON = "2.13", "3.11"
 LIBRARIES = [
     *("transformers", "accelerate", "datasets", "lightning", "skorch", "scikit-learn", "pytorch-ignite", "sentence-transformers"),
     *("peft", "poutyne", "pytorch-widedeep", "deepctr-torch", "pytorch-accelerated", "pytorch-tabnet", "pytorch-metric-learning"),
-    *("torch-geometric", "timm", "schedulefree", "hydra-core", "tensorboard", "mlflow-skinny", "optuna", "pyro-ppl", "fastai"),
+    *("torch-geometric", "timm", "schedulefree", "hydra-core", "tensorboard", "mlflow-skinny>=3", "optuna", "pyro-ppl", "fastai"),
     *("stable-baselines3", "trl", "sbi", "scvi-tools", "darts", "gymnasium", "denoising-diffusion-pytorch", "pykeen", "monai"),
     *("botorch", "opacus"),
 ]
