@@ -119,6 +119,15 @@ def _marked(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: 
     return loader
 
 
+def _inside_iter(loader: DataLoader, dataset: Any) -> DataLoader:
+    """A copy of ``loader`` over ``dataset``, which its class shows only while ``__iter__`` runs."""
+    cls = type(loader)
+    copy: DataLoader = object.__new__(type(cls.__name__, (cls,), {"__getattribute__": object.__getattribute__}))
+    vars(copy).update(vars(loader), dataset=dataset)
+    marked_like(copy, loader)
+    return copy
+
+
 def is_replicated(loader: DataLoader) -> bool:
     """Whether the script called :func:`replicate`, and not :func:`shard` since, for ``loader`` or the loader that it is a copy of."""
     return loader in _replicated
@@ -202,6 +211,7 @@ class Loaders(Interceptor):
                 self._passes.note_modes()
             return original(loader)
         made = PassIterator(self._iterators, self, loader, original, None if loader.num_workers else self._workers_seed(loader))
+        made.dataset = loader.dataset
         self.known(loader).iterated = weakref.ref(made)
         return made
 
@@ -224,11 +234,14 @@ class Loaders(Interceptor):
 
     def read(self, iterator: PassIterator, opened: Pass) -> Read:
         loader: DataLoader = iterator.loader
-        known, stream = self.known(loader), isinstance(loader.dataset, IterableDataset)
+        known = self.known(loader)
+        if loader.dataset is not iterator.dataset:
+            loader = _inside_iter(loader, iterator.dataset)
+        stream = isinstance(loader.dataset, IterableDataset)
         opened.shared, opened.sharded = opened.trains and loader not in _replicated, loader in _sharded
         # without workers it was drawn when the iterator was made; with workers, torch reads ahead then: its sampler draws next
         seed = self._workers_seed(loader) if opened.trains and loader.num_workers else iterator.workers_seed
-        self._check_lengths(loader, opened, first=not known.trained)
+        self._check_lengths(iterator.loader, opened, first=not known.trained)
         if loader.num_workers and not self._said_workers:
             self._count_workers(loader.num_workers, opened.place)
         if opened.shared:

@@ -142,10 +142,12 @@ class PassIterator(Batches):
         place: the line that reads it.
         stack: the calls that lead to that line.
         opened: the pass, once it has begun.
+        dataset: the dataset of ``loader`` when the iterator was made.
         batches: the iterator that it takes batches from, once it has begun.
     """
 
     opened: Pass
+    dataset: Any
 
     def __init__(
         self, owner: PassIterators, source: Source, loader: Any, original: Callable[[Any], Iterator], workers_seed: int | None = None

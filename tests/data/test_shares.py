@@ -870,3 +870,38 @@ def test_batches_with_fewer_samples_than_ranks_are_named(batch_size, warned, rec
 
     texts = [str(each.message) for each in recwarn]
     assert warned == any("makes batches of 1 sample, which 2 ranks cannot share" in text for text in texts)
+
+
+class ShowsItsData(DataLoader):
+    """Reads numbers of samples, which its ``collate_fn`` looks up; outside of ``__iter__``, its dataset is the data."""
+
+    iterates = False
+
+    def __init__(self, data, **options):
+        self.data = data
+        super().__init__(range(len(data)), collate_fn=lambda numbers: [data[n] for n in numbers], **options)
+
+    def __iter__(self):
+        self.iterates = True
+        try:
+            return super().__iter__()
+        finally:
+            self.iterates = False
+
+    def __getattribute__(self, name):
+        return super().__getattribute__("data" if name == "dataset" and not super().__getattribute__("iterates") else name)
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_reads_the_dataset_that_its_class_shows_while_it_makes_an_iterator():
+    data = {number: 10 * number for number in range(8)}
+    with parwrap.distributed():
+        loader = ShowsItsData(data, batch_size=2)
+        whole = [x for batch in loader for x in batch]
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        shared = []
+        for batch in loader:
+            shared += batch
+            optimizer.step()
+
+    assert ([*data.values()], [*data.values()][parwrap.rank() :: 2]) == (whole, shared)
