@@ -24,7 +24,7 @@ __all__ = ["Loops", "Start", "why_whole"]
 
 GRADIENTS_OFF = "gradients are off"
 NEVER_STEPPED = "no optimizer stepped in this loop the last time"
-NO_OPTIMIZER = "no optimizer exists"
+NO_OPTIMIZER = "no optimizer has been built"
 OTHER_LOOP = "another loop has trained since the optimizer was built"
 IN_EVAL = "the model is in eval mode"
 
@@ -190,8 +190,6 @@ class Loops:
             # a walk over all modules, only where it decides
             suits=not gradients_on or last_time is not None or shuffles or optimizers.trained_since_built or not optimizers.evaluate(),
         )
-        if not why and last_time is None and not optimizers.exist():
-            why = NO_OPTIMIZER  # asked only where it decides, because it takes a moment
         if why == IN_EVAL and (place := optimizers.eval_place()) is not None:
             why = f"{why} since {place}"
         return Start("" if sharded else why, fresh, loop, lines)

@@ -8,7 +8,6 @@ earlier on one rank. A copy is at work once it is used, because it may be a snap
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -105,11 +104,6 @@ class Optimizers(Interceptor):
     def all(self) -> list[Optimizer]:
         """The optimizers at work that the script has not dropped, in the order in which they were built, without those of one batch."""
         return [optimizer for work in self._at_work if (optimizer := work.optimizer()) is not None]
-
-    def exist(self) -> bool:
-        """Whether the script holds an optimizer. Garbage is collected first: Python may find it earlier on one rank."""
-        gc.collect()
-        return bool(self._works)
 
     def sets(self) -> dict[int, list[torch.Tensor]]:
         """The parameters of each optimizer at work, also of one that the script has dropped, by its number in the order of building."""

@@ -367,8 +367,8 @@ def test_ranks_are_told_that_they_compute_the_same_until_a_remedy_works(capfd, o
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("no optimizer yet", "no optimizer exists. parwrap.shard(loader) gives"),
-        ("by hand", "no optimizer exists. parwrap.shard(loader) gives"),
+        ("no optimizer yet", "no optimizer has been built. parwrap.shard(loader) gives"),
+        ("by hand", "no optimizer has been built. parwrap.shard(loader) gives"),
         ("in eval mode", r"the model is in eval mode since test_weights_and_work.py:\d+. parwrap.shard(loader) gives"),
         ("replicated", r"replicate(loader) lets every rank read everything in the pass at test_weights_and_work.py:\d+: remove it"),
         ("a list of batches", r"come from the loader read at test_weights_and_work.py:\d+, parwrap.shard(loader) gives"),

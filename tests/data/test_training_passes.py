@@ -56,20 +56,6 @@ def test_a_training_pass_yields_this_ranks_share_and_every_other_pass_everything
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_the_script_has_dropped_makes_no_pass_train():
-    with parwrap.distributed():
-        trials = [Training(), Training()]
-        trials[0].itself = trials[0]  # a cycle, which Python may find on one rank alone
-        del trials
-        if parwrap.rank():
-            gc.collect()
-        looked_at = read(in_order())
-        trained = Training().train(in_order())
-
-    assert (WHOLE, share()) == (looked_at, trained)
-
-
-@pytest.mark.ranks(2)
 def test_what_users_say_of_a_loader_holds_in_every_pass():
     with parwrap.distributed():
         early = read(parwrap.shard(in_order()))

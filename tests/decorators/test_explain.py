@@ -118,7 +118,7 @@ def test_zipped_loaders_have_the_batches_of_both_and_what_stays_in_memory_is_no_
     [
         ("no gradients", "2: gradients are off"),
         ("eval", r"2: the model is in eval mode since test_explain.py:\d+"),
-        ("no optimizer", "2: no optimizer exists"),
+        ("no optimizer", "2: no optimizer has been built"),
         ("replicated", "2: parwrap.replicate"),
     ],
 )
