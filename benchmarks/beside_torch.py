@@ -2,8 +2,8 @@
 
 All ways train the same batches on the same two gloo ranks, with a thread each, in turns, and torch's again, which shows the noise.
 ddp is timed beside ``DistributedDataParallel``; zero1 beside that with ``ZeroRedundancyOptimizer(parameters_as_bucket_view=True)``;
-fsdp beside FSDP2, ``fully_shard`` of each layer and of the model. Ratios are medians over pairs of neighbouring passes, and ``MiB`` the
-optimizer's state of a rank. ``sync_bn`` has no row: torch's ``SyncBatchNorm`` takes no CPU tensors.
+fsdp beside FSDP2, ``fully_shard`` of each layer and of the model. Ratios are medians over pairs of neighbouring passes.
+``sync_bn`` has no row: torch's ``SyncBatchNorm`` takes no CPU tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
 
 import torch
 from overhead import CLASSES, RANKS, Case, Loop, _data, _group, _InDrawnOrder, _loader, _model, train_pass
+from timing import alternated, print_ratios
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -87,19 +88,16 @@ def rank_process(rank: int, folder: str, strategies: list[str], repeats: int) ->
     torch.set_num_threads(1)
     meetings = (Path(folder, str(number)).as_uri() for number in range(10**9))
     with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
-        print(f"{'strategy':12}{'way':16}{'ms a step':>10}{'MiB':>8}{'ratio':>8}   quartiles")
         for strategy in strategies:
-            taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-            order = list(WAYS)
-            for _ in range(repeats):
-                for way in order:
-                    taken[way].append(_turn(way, strategy, next(meetings)))
-                order.reverse()
-            for way, turns in taken.items():
-                ratios = [seconds / base for (seconds, _), (base, _) in zip(turns, taken["torch"], strict=True)]
-                low, _, high = quantiles(ratios, n=4)
-                seconds, size = median(seconds for seconds, _ in turns), max(size for _, size in turns)
-                print(f"{strategy:12}{way:16}{1e3 * seconds:10.2f}{size:8.1f}{median(ratios):8.3f}   {low:.3f} to {high:.3f}", flush=True)
+            sizes: dict[str, float] = {}
+
+            def milliseconds(way: str, strategy: str = strategy, sizes: dict[str, float] = sizes) -> float:
+                seconds, sizes[way] = _turn(way, strategy, next(meetings))
+                return 1e3 * seconds
+
+            taken = alternated({way: partial(milliseconds, way) for way in WAYS}, repeats)
+            print(f"{strategy}: the optimizer's state of a rank has {sizes['torch']:.1f} MiB by torch, {sizes['parwrap']:.1f} by parwrap")
+            print_ratios(taken, "torch", "ms")
 
 
 def main() -> None:
