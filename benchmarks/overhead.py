@@ -146,6 +146,16 @@ def parwrap(case: Case, meeting: str) -> Iterator[Loop]:
 
 
 @contextmanager
+def whole(case: Case, meeting: str) -> Iterator[Loop]:
+    from parwrap import distributed
+
+    os.environ["PARWRAP_INIT_METHOD"] = meeting
+    with contextlib.redirect_stderr(io.StringIO()), distributed(batch="whole"):
+        model = _model(case)
+        yield Loop(model, _optimizer(model), DataLoader(_data(case), case.batch * RANKS, shuffle=True))
+
+
+@contextmanager
 def accelerate(case: Case, meeting: str) -> Iterator[Loop]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -173,6 +183,7 @@ def fabric(case: Case, meeting: str) -> Iterator[Loop]:
 WAYS: dict[str, Callable[[Case, str], AbstractContextManager[Loop]]] = {
     REFERENCE: by_hand,
     "parwrap": parwrap,
+    'batch="whole"': whole,
     "accelerate": accelerate,
     "Fabric": fabric,
     "by hand again": by_hand,

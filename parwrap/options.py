@@ -64,6 +64,7 @@ CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
         "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is batch_size times the number of ranks",
         "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
+        "whole": "the script sees the batch of one process: one tensor, whose rows lie on the ranks",
     },
     "uneven": {
         "pad": "samples are repeated from the beginning until all ranks have equally many",
@@ -119,7 +120,7 @@ class Options:
 
     backend: str | None = None
     seed: int | None = None
-    batch: Literal["per_rank", "global"] = "per_rank"
+    batch: Literal["per_rank", "global", "whole"] = "per_rank"
     uneven: Literal["pad", "drop", "join"] = "pad"
     lr: Literal["keep", "linear", "sqrt"] = "keep"
     loss: Literal["mean", "sum"] = "mean"
@@ -148,9 +149,9 @@ class Options:
             if (value := getattr(self, name)) not in tuple(choices):
                 meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
                 raise UsageError(f"{name}={value!r} is not a valid value. Choose one of: {meanings}.")
-        if self.lr != "keep" and self.batch == "global":
+        if self.lr != "keep" and self.batch != "per_rank":
             raise UsageError(
-                f"lr={self.lr!r} has no effect with batch='global', because the global batch is that of a single process: remove one of "
+                f"lr={self.lr!r} has no effect with batch={self.batch!r}, because the global batch is that of a single process: remove one of "
                 "them."
             )
         if self.backend is not None and not (isinstance(self.backend, str) and dist.is_backend_available(self.backend)):

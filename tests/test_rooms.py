@@ -15,7 +15,7 @@ import parwrap
 PACKAGE = Path(parwrap.__file__).parent
 ROOMS = [
     *("__main__", "run", "insight", "doctor", "launching", "testing", "decorators", "precision", "norm", "strategies", "data", "checks"),
-    *("loop", "rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "messages", "errors"),
+    *("loop", "rows", "rank_zero", "intercept", "inline", "ranks", "torch_private", "options", "places", "messages", "errors"),
 ]
 """From the top down."""
 

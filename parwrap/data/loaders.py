@@ -34,7 +34,7 @@ from torch.utils.data.distributed import DistributedSampler
 from parwrap.checks.same_data import Held, data_digits, held_by
 from parwrap.data.counts import counting
 from parwrap.data.loader_lengths import Lengths, of_script, shows_share, stands_above
-from parwrap.data.loops import Start
+from parwrap.data.loops import WHOLE_BATCH, Start
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
@@ -65,6 +65,8 @@ from parwrap.places import Line, Place, call_stack, script_place, warn
 from parwrap.ranks.device import cores
 from parwrap.ranks.environment import attribute
 from parwrap.ranks.group import Group, is_alone, is_on_one_rank
+from parwrap.rows.reading import OwnParts, RowsOf, reads_own
+from parwrap.rows.tensors import Whole
 from parwrap.torch_private.dataloader import kept_iterator
 
 __all__ = ["Loaders", "is_replicated", "key_of", "marked_like", "replicate", "shard"]
@@ -180,6 +182,7 @@ class Loaders(Interceptor):
         optimizers: the optimizers of the script.
         iterators: makes iterators, and begins and ends their passes.
         say: prints a line on rank 0.
+        whole: what is open with ``batch="whole"``; ``None`` otherwise.
     """
 
     samples_in = staticmethod(samples_in)
@@ -191,8 +194,9 @@ class Loaders(Interceptor):
         optimizers: Optimizers,
         iterators: PassIterators,
         say: Callable[[str], None] = lambda text: None,
+        whole: Whole | None = None,
     ) -> None:
-        self._say, self._said_workers = say, False
+        self._say, self._said_workers, self._whole = say, False, whole
         self._group, self._rank, self._size = group, group.world.rank, group.world.size
         self._options, self._optimizers, self._iterators = options, optimizers, iterators
         self._passes, self._loops = iterators.passes, iterators.loops
@@ -230,6 +234,8 @@ class Loaders(Interceptor):
 
     def start(self, loader: DataLoader, stack: tuple[Line, ...]) -> Start:
         """How a pass over ``loader`` starts that is asked for at ``stack``. A loaded state of a share continues that share."""
+        if self._whole is not None:
+            return WHOLE_BATCH
         return self._loops.start(stack, key_of(loader), _reads_anew(loader), loader in _sharded or self.known(loader).resumed is not None)
 
     def read(self, iterator: PassIterator, opened: Pass) -> Read:
@@ -237,6 +243,8 @@ class Loaders(Interceptor):
         known = self.known(loader)
         if loader.dataset is not iterator.dataset:
             loader = _inside_iter(loader, iterator.dataset)
+        if self._whole is not None:
+            return self._read_rows(iterator, loader, opened, self._whole)
         stream = isinstance(loader.dataset, IterableDataset)
         opened.shared, opened.sharded = opened.trains and loader not in _replicated, loader in _sharded
         # without workers it was drawn when the iterator was made; with workers, torch reads ahead then: its sampler draws next
@@ -271,6 +279,29 @@ class Loaders(Interceptor):
             opened.counting = counting(copy)
             most = _endless_from(loader) if self._size > 1 and self._options().batch != "global" else 0
         return Read(batches, self._own_streams(loader) if draws_own else random_streams.NONE, most)
+
+    def _read_rows(self, iterator: PassIterator, loader: DataLoader, opened: Pass, whole: Whole) -> Read:
+        """Read whole batches, of which this rank holds its rows."""
+        known, own = self.known(loader), loader not in _replicated and reads_own(loader)
+        if self._loops.gradients_on():
+            opened.data = self._held(loader, known).digits("whole batches", str(self._passes.begun))
+        seed = self._workers_seed(loader) if loader.num_workers else iterator.workers_seed
+        parts, copy = None, loader
+        if own:
+            if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
+                copy = known.copy
+            else:
+                copy = drawing_with(loader, OwnParts(_SharedDraws(draws_of(loader), self), self._rank, self._size))
+                vars(copy)["in_order"] = True
+                known.copy = copy if loader.persistent_workers else None
+            parts = copy.batch_sampler
+            seed = seed if seed is None else seed + self._rank  # augmentation is each rank's own
+        with self._drawing(), _seeding_workers(copy, seed):
+            batches = iterator.original(copy)
+        opened.whole, opened.length = _samples(loader), _batches(batches)
+        if loader not in _replicated:
+            opened.rows = RowsOf(whole, self._group, parts, samples_in)  # type: ignore[arg-type]
+        return Read(batches, self._own_streams(loader) if own else random_streams.NONE)
 
     def _drawing_alike(self, loader: DataLoader) -> DataLoader:
         """A copy of ``loader`` whose sampler draws the same on all ranks, which read all of it: in a training pass each draws its own.
@@ -408,7 +439,7 @@ class Loaders(Interceptor):
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         whole = original(loader)
-        if get_worker_info() is not None or is_alone():
+        if get_worker_info() is not None or is_alone() or self._whole is not None:
             return whole
         if opened := self._passes.over(loader):
             return self._share_length(loader, whole) if opened[-1].shared else whole

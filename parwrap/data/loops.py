@@ -20,7 +20,7 @@ from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.places import Line, Place, call_stack, warn
 
-__all__ = ["Loops", "Start", "why_whole"]
+__all__ = ["WHOLE_BATCH", "Loops", "Start", "why_whole"]
 
 GRADIENTS_OFF = "gradients are off"
 NEVER_STEPPED = "no optimizer stepped in this loop the last time"
@@ -124,6 +124,10 @@ class Start(NamedTuple):
     lines: _Lines
 
 
+WHOLE_BATCH = Start("its batches are whole", False, _Loop(), _Lines())
+"""How each pass starts with ``batch="whole"``: whether it trains makes no difference."""
+
+
 class _Starter(NamedTuple):
     """What a thread was started by: the calls that lead there, and whether gradients were on."""
 
@@ -207,7 +211,7 @@ class Loops:
         passes = self._passes
         opened.after_eval, opened.in_thread = start.after_eval, not passes.in_loop()
         passes.begun += not opened.in_thread
-        if not self.gradients_on():
+        if not self.gradients_on() or start is WHOLE_BATCH:
             return
         if not opened.in_thread:
             start.lines.running.append((start.loop, opened))

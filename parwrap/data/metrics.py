@@ -22,15 +22,16 @@ class Metrics(Interceptor):
 
     Args:
         passes: the open passes.
+        always_whole: whether they are so in all passes, as with ``batch="whole"``.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, passes: Passes, always_whole: bool = False) -> None:
+        self._passes, self._always = passes, always_whole
         self._whole: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: the hash of a metric changes with its states
 
     def update_metric(self, metric: Any, update: Callable[[], Any]) -> Any:
         innermost = self._passes.innermost
-        whole = innermost is not None and not innermost.shared
+        whole = self._always or (innermost is not None and not innermost.shared)
         if metric.update_count:
             whole = whole and not self.syncs_metric(metric)
         self._whole[metric] = whole

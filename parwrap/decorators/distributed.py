@@ -31,6 +31,7 @@ from parwrap.places import begin_here, script_place, warn
 from parwrap.ranks import group as groups
 from parwrap.ranks.environment import attribute
 from parwrap.ranks.world import detect, launch_variables
+from parwrap.rows.tensors import whole_is_open, whole_result
 
 __all__ = [
     "average_gradients",
@@ -153,6 +154,9 @@ class distributed(ScopeDecorator):
             )
         outer = current_scope()
         return opened(self._options, call) if outer is None else outer.joined(self.given)
+
+    def returned(self, result: Any) -> Any:
+        return whole_result(result) if whole_is_open() is not None else result
 
 
 def _there_are_ranks() -> bool:

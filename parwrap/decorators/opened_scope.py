@@ -42,22 +42,28 @@ from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
-from parwrap.loop.random_streams import RandomStreams, get_states, next_scope, seed_all, set_states
+from parwrap.loop.random_streams import RandomStreams, get_states, next_scope, seed_all, set_states, states_kept
 from parwrap.messages import INFO
 from parwrap.messages import quiet as quiet_is_asked
+from parwrap.norm.compiled_norm import scopes
+from parwrap.norm.sync_bn import SyncBN
 from parwrap.options import CurrentOptions, Options
 from parwrap.places import from_script, is_ours, module_name
 from parwrap.rank_zero.commands import refusing_exec
 from parwrap.rank_zero.files import Files, intercepting_files
 from parwrap.rank_zero.files import current as current_files
 from parwrap.rank_zero.output import Output, output_of
+from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.whole_files import saved_whole
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.environment import attribute, without
 from parwrap.ranks.group import Group, Observer, is_failure, say
 from parwrap.ranks.platform import run_after_fork
+from parwrap.ranks.shared_vectors import Messages, keeps_order_of_writes
 from parwrap.ranks.world import detect
+from parwrap.rows.collectives import Collectives
+from parwrap.rows.tensors import Whole
 from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
 
@@ -272,7 +278,14 @@ def _prepare_training(
     passes = Passes(streams, options.now.draws)
     there = reachable((nn.Module, torch.optim.Optimizer), call)
     modules = Modules(passes, [each for each in there if isinstance(each, nn.Module)])
-    optimizers, losses = Optimizers(passes, modules), Losses()
+    optimizers = Optimizers(passes, modules)
+    whole = whole_batch = None
+    if options.now.batch == "whole":
+        from parwrap.rows.whole_batch import WholeBatch  # which fills a table
+
+        whole = Whole(Collectives(messages_of(group), group.world.rank, group.world.size), states_kept)
+        whole_batch = WholeBatch(whole, partial(streams.used, random_streams.TRAINING))
+    losses = Losses(None if whole_batch is None else whole_batch.settled)
     undo.callback(modules.close)
     undo.callback(optimizers.close)
     same_step = SameStep(group, passes, SameWork(passes, optimizers, say), interrupts)
@@ -293,15 +306,33 @@ def _prepare_training(
     undo.callback(made.close)
     iterators = PassIterators(passes, Loops(passes, optimizers), totals, made.begins_pass, group.world.size)
     undo.callback(iterators.close)
-    loaders = Loaders(group, options, optimizers, iterators, unless_quiet)
+    loaders = Loaders(group, options, optimizers, iterators, unless_quiet, whole)
     undo.enter_context(loaders.forwarding_states())
     shared: list[Interceptor] = []
     if traits.one_model:
-        shared = [loaders, Metrics(passes)]
+        shared = [loaders, Metrics(passes, whole is not None)]
         undo.enter_context(intercepting_pipelines(Pipelines(group, options, iterators)))
     if options.now.lr != "keep":
         undo.enter_context(learning_rates_times(partial(_lr_factor, options, group)))
-    return made, observer, [optimizers, modules, losses, *shared, divisors, made], [streams, HiddenWhileRead()]
+    interceptors = [optimizers, modules, losses, *shared, divisors, made]
+    if whole_batch is not None:
+        norms = SyncBN(None, None, lambda: passes)
+        undo.enter_context(scopes.opened(norms.exchange, shared=True))
+        undo.enter_context(whole_batch.opened())
+        interceptors += [norms, whole_batch]
+    return made, observer, interceptors, [streams, HiddenWhileRead()]
+
+
+def messages_of(group: Group) -> Messages:
+    """What sends the rows of a whole batch, apart from gradients."""
+    on_cpu = group.backend != "nccl"
+    by_memory = group.world.on_one_node and on_cpu and keeps_order_of_writes()
+    return Messages(
+        group.control if on_cpu else dist.group.WORLD,
+        lambda kind: group.control_message(kind),
+        group.folder if by_memory else None,
+        passing,
+    )
 
 
 def _lr_factor(options: CurrentOptions, group: Group | None) -> float:

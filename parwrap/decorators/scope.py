@@ -130,6 +130,10 @@ class ScopeDecorator:
         """
         return None
 
+    def returned(self, result: Any) -> Any:
+        """What the caller gets for the ``result`` of a function, whose scope is still open."""
+        return result
+
     def __enter__(self) -> Any:
         scope = self.scope(Call())
         entered = scope.__enter__()
@@ -154,6 +158,8 @@ def scoped(function: Any, decorators: Iterable[ScopeDecorator]) -> Any:
             for decorator in ordered:
                 scopes.enter_context(decorator.scope(call))
             call.result = function(*args, **kwargs)
+            for decorator in ordered:
+                call.result = decorator.returned(call.result)
             refuse_unrun(function, call.result)
         return call.result
 

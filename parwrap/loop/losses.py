@@ -166,17 +166,24 @@ class Root(NamedTuple):
         data: its memory, outside of autograd.
         fill: writes a number into it; ``None`` if it is to stay as it is.
         origins: the losses that a scaler or a division has changed to get it, which are to be written too.
+        scalar: the scalar itself.
     """
 
     data: torch.Tensor
     fill: Callable[[Any], Any] | None
     origins: Sequence[_Origin]
+    scalar: torch.Tensor
 
 
 class Losses(Interceptor):
-    """The scalar that a backward is called on, to send it with the gradients and to write the mean over ranks into it."""
+    """The scalar that a backward is called on, to send it with the gradients and to write the mean over ranks into it.
 
-    def __init__(self) -> None:
+    Args:
+        written: called with each scalar into which the mean has been written.
+    """
+
+    def __init__(self, written: Callable[[torch.Tensor], None] | None = None) -> None:
+        self._written = written
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # from a multiple of a loss to what it was computed from
 
     def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
@@ -208,13 +215,17 @@ class Losses(Interceptor):
             return None
         data = root.data
         if call.keeps_graph:
-            return Root(data, None, ())
-        return Root(data, _filler(root, data), self._origins.get(root, ()) if self._origins else ())
+            return Root(data, None, (), root)
+        return Root(data, _filler(root, data), self._origins.get(root, ()) if self._origins else (), root)
 
     def write_mean(self, root: Root, mean: float | torch.Tensor) -> None:
         """Write ``mean`` into ``root``, and what follows from it into the losses that it was computed from."""
         if root.fill is not None:
             root.fill(mean)
+            if self._written is not None:
+                self._written(root.scalar)
         for each in root.origins:
             if (loss := each.loss()) is not None and (fill := _filler(loss, loss.data)) is not None:
                 fill(mean / each.factor)
+                if self._written is not None:
+                    self._written(loss)

@@ -73,7 +73,7 @@ class PassSteps:
 
 @dataclass(eq=False)
 class Pass:
-    """One iteration over a loader. A pickled pass has its plain data, without the handles ``loader``, ``weights`` and ``counting``.
+    """One iteration over a loader. A pickled pass has its plain data, without the handles: ``loader``, ``weights``, ``counting`` and ``rows``.
 
     Attributes:
         trains: whether it is a training pass.
@@ -105,6 +105,7 @@ class Pass:
         loader: refers to the loader; ``None`` in ``@evaluate``.
         weights: the batches that the sampler has drawn ahead, in order; ``None`` if their weights are all 1.
         counting: counts the samples read, as :func:`parwrap.data.counts.counting` returns it; ``None`` if that is not known.
+        rows: makes rows of its batches, with ``batch="whole"``.
     """
 
     trains: bool
@@ -139,9 +140,10 @@ class Pass:
     loader: weakref.ref[Any] | None = None
     weights: deque[Batch] | None = None
     counting: Callable[[int, bool], Any] | None = None
+    rows: Callable[[Any], Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "loader": None, "weights": None, "counting": None}
+        return {**vars(self), "loader": None, "weights": None, "counting": None, "rows": None}
 
     @property
     def trained(self) -> bool:

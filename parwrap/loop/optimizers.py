@@ -28,6 +28,7 @@ from parwrap.loop.one_pass import Pass
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import alone_now, is_alone, is_on_one_rank
+from parwrap.rows.tensors import Rows
 
 __all__ = ["Optimizers", "parameters_of"]
 
@@ -35,8 +36,8 @@ PARAMETERS = itemgetter("params")
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """All parameters of ``optimizer``, group by group."""
-    return (p for group in optimizer.param_groups for p in group["params"])
+    """All parameters of ``optimizer``, group by group. Rows of a whole batch, such as latents, are no parameters: ranks hold others."""
+    return (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, Rows))
 
 
 @dataclass(eq=False)
@@ -188,7 +189,7 @@ class Optimizers(Interceptor):
                 self._look_at(work, optimizer)
 
     def _look_at(self, work: _Work, optimizer: Optimizer) -> None:
-        parameters = [*chain(*map(PARAMETERS, optimizer.param_groups))]
+        parameters = [*parameters_of(optimizer)]
         try:
             seen = [*map(id, parameters), *map(torch.Tensor.data_ptr, parameters)]
         except Exception:  # one is lazy, or of a class without an address

@@ -7,7 +7,6 @@ layer. Ranks at the same step send equal headers; if headers differ, ranks raise
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +23,7 @@ from parwrap.places import script_place
 from parwrap.rank_zero.path_rules import passing
 from parwrap.ranks.device import uses_nccl
 from parwrap.ranks.group import current
-from parwrap.ranks.shared_vectors import CAPACITY, SharedVectors, keeps_order_of_writes
+from parwrap.ranks.shared_vectors import Messages, keeps_order_of_writes
 from parwrap.torch_private.distributed import quiet_gloo
 
 __all__ = ["Alone", "Exchange", "Statistics", "statistics_of"]
@@ -55,7 +54,7 @@ class Alone:
         return numbers
 
 
-class Statistics:
+class Statistics(Messages):
     """The exchange between the ranks of a process group.
 
     Args:
@@ -74,9 +73,8 @@ class Statistics:
         control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         folder: Path | None = None,
     ) -> None:
-        self.process_group, self.control_message, self._folder = process_group, control_message, folder
-        self._vectors: SharedVectors | None = None
-        self.size, self.on_gpu = dist.get_world_size(process_group), uses_nccl(process_group)
+        super().__init__(process_group, control_message, folder, passing)
+        self.on_gpu = uses_nccl(process_group)
         self._messages = 0
         self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._seen = 0
@@ -97,38 +95,6 @@ class Statistics:
         """The header of the next message, for the layer with this number."""
         self._messages += 1
         return [self._messages % LIMIT, layer % LIMIT]
-
-    def sum(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
-        """The sum of the vectors of all ranks, exchanged in a message of this ``kind``."""
-        with self.control_message(kind) as check:
-            if memory := self._memory(numbers):
-                return memory.gather(numbers, check).sum(0)
-            dist.all_reduce(numbers, group=self.process_group)
-            return numbers
-
-    def gather(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
-        """The vectors of all ranks as rows, exchanged in a message of this ``kind``."""
-        with self.control_message(kind) as check:
-            if memory := self._memory(numbers):
-                return memory.gather(numbers, check)
-            rows = numbers.new_empty(self.size, len(numbers))
-            dist.all_gather(list(rows), numbers, group=self.process_group)
-            return rows
-
-    def _memory(self, numbers: torch.Tensor) -> SharedVectors | None:
-        """The shared memory through which ``numbers`` travel, or ``None``. The first message opens it, in a file that rank 0 names."""
-        if self._folder is None or len(numbers) > CAPACITY:
-            return None
-        if self._vectors is None:
-            number, rank = torch.tensor(secrets.randbits(62)), dist.get_rank(self.process_group)
-            dist.broadcast(number, group_src=0, group=self.process_group)
-            path = self._folder / f"norms-{number}"
-            with passing():
-                self._vectors = SharedVectors(path, self.size, rank)
-                dist.all_reduce(number, group=self.process_group)  # wait until all ranks have opened it
-                if rank == 0:
-                    path.unlink()
-        return self._vectors
 
     def read(self, numbers: torch.Tensor) -> list[float]:
         """``numbers`` on the host, with one wait for the device. Also check the headers that :meth:`check_later` has put off.

@@ -26,6 +26,7 @@ from parwrap.norm.replica_norm import normalized_over_replicas
 from parwrap.places import warn
 from parwrap.ranks import group as groups
 from parwrap.ranks.group import is_alone
+from parwrap.rows.tensors import whole_is_open
 from parwrap.strategies.replicas import Replica, current_replica
 from parwrap.torch_private.autograd import current_transform, in_backward, tracing_state
 
@@ -55,6 +56,8 @@ class SyncBN(Interceptor):
         """Run ``call``. Batch statistics are those of all ranks or replicas that share the batch, unless its tensors cannot be shared."""
         if not call.training or call.eps <= 0:
             return call.run()
+        if (shows := whole_is_open()) is not None and shows.counting is not None:
+            return call.run()  # a module is tried on a few rows
         if (replica := current_replica()) is not None:
             return self._over_replicas(call, replica)
         if self._has_replicas and in_backward():
@@ -98,6 +101,8 @@ class SyncBN(Interceptor):
         """Whether this rank has the whole batch."""
         if is_alone() or os.getpid() != self._process:
             return True
+        if (shows := whole_is_open()) is not None:
+            return not (shows.inside or in_backward())
         passes = self._passes()
         innermost = None if passes is None else passes.innermost
         return innermost is not None and not (innermost.trains and innermost.shared)

@@ -7,16 +7,20 @@ turns alike, and no rank is more than one turn ahead, so two places for each ran
 from __future__ import annotations
 
 import platform
+import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from parwrap.ranks.platform import shared_memory
 
-__all__ = ["CAPACITY", "SharedVectors", "keeps_order_of_writes"]
+__all__ = ["CAPACITY", "Messages", "SharedVectors", "keeps_order_of_writes"]
 
 CAPACITY = 1 << 14
 """The most numbers in a vector. Memory is only taken when it is used."""
@@ -76,3 +80,58 @@ class SharedVectors:
             if looks % SPINS == 0:
                 check()
         return place.to(numbers.dtype, copy=True)
+
+
+class Messages:
+    """Sums and gathers vectors of the ranks of a process group: short ones of the CPU through shared memory, where that is possible.
+
+    Args:
+        process_group: torch's group of these ranks.
+        control_message: makes a context manager that checks lockstep on the node before the message in it is sent.
+        folder: a folder that all ranks share, if they are on one node and on the CPU: short vectors then travel through shared memory.
+            ``None`` otherwise.
+        opening: makes a context manager in which files of ``folder`` are opened.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        folder: Path | None = None,
+        opening: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.process_group, self.control_message, self._folder, self._opening = process_group, control_message, folder, opening
+        self._vectors: SharedVectors | None = None
+        self.size = dist.get_world_size(process_group)
+
+    def sum(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum of the vectors of all ranks, exchanged in a message of this ``kind``."""
+        with self.control_message(kind) as check:
+            if memory := self._memory(numbers):
+                return memory.gather(numbers, check).sum(0)
+            dist.all_reduce(numbers, group=self.process_group)
+            return numbers
+
+    def gather(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        """The vectors of all ranks as rows, exchanged in a message of this ``kind``."""
+        with self.control_message(kind) as check:
+            if memory := self._memory(numbers):
+                return memory.gather(numbers, check)
+            rows = numbers.new_empty(self.size, len(numbers))
+            dist.all_gather(list(rows), numbers, group=self.process_group)
+            return rows
+
+    def _memory(self, numbers: torch.Tensor) -> SharedVectors | None:
+        """The shared memory through which ``numbers`` travel, or ``None``. The first message opens it, in a file that rank 0 names."""
+        if self._folder is None or len(numbers) > CAPACITY or not numbers.is_cpu:
+            return None
+        if self._vectors is None:
+            number, rank = torch.tensor(secrets.randbits(62)), dist.get_rank(self.process_group)
+            dist.broadcast(number, group_src=0, group=self.process_group)
+            path = self._folder / f"vectors-{number}"
+            with self._opening(), torch.inference_mode(False):
+                self._vectors = SharedVectors(path, self.size, rank)
+                dist.all_reduce(number, group=self.process_group)  # wait until all ranks have opened it
+                if rank == 0:
+                    path.unlink()
+        return self._vectors

@@ -34,6 +34,7 @@ from parwrap.loop.modules import has_values
 from parwrap.places import Place, call_site, codes_of, script_place, warn
 from parwrap.ranks.agreement import agree, first_difference, first_other
 from parwrap.ranks.group import Group
+from parwrap.rows.tensors import Rows
 from parwrap.strategies.compression import compressing
 from parwrap.strategies.ddp_averager import GradientAverager, average_now
 from parwrap.strategies.strategy import Loop
@@ -163,9 +164,10 @@ class Sites:
             backwards inside.
         """
         optimizers = self._loop.optimizers
-        leaves, re_enters = [leaf for leaf in self.leaves(call) if leaf.requires_grad and has_values(leaf)], reenters(call.tensors)
+        leaves = [leaf for leaf in self.leaves(call) if leaf.requires_grad and has_values(leaf) and not isinstance(leaf, Rows)]
+        re_enters, whole = reenters(call.tensors), self._loop.options().batch == "whole"
         if "inputs" in call.options:
-            owned = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf)]
+            owned = [leaf for leaf in leaves if whole or isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf)]
             return [leaf for leaf in owned if not optimizers.of_batch(leaf)], (), re_enters
         sets, owners = optimizers.sets(), optimizers.owners()
         found = [leaf for leaf in leaves if id(leaf) in owners]
@@ -173,7 +175,7 @@ class Sites:
             found = [p for parameters in sets.values() for p in parameters]
         others = [leaf for leaf in leaves if id(leaf) not in owners and not optimizers.of_batch(leaf)]
         if optimizers.were_built:
-            shared = [isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf) for leaf in others]
+            shared = [whole or isinstance(leaf, nn.Parameter) or optimizers.has_had(leaf) for leaf in others]
             self._note_bare(leaf for leaf, is_shared in zip(others, shared, strict=True) if not is_shared)
             others = [leaf for leaf, is_shared in zip(others, shared, strict=True) if is_shared]
         ids = {id(leaf) for leaf in chain(found, others)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "in_backward",
     "input_metadata",
     "is_transformed",
+    "outside_of_transforms",
     "saved_sparse",
     "saved_sum",
     "tensor_hooks",
@@ -39,6 +41,15 @@ current_transform: Callable[[], Any] = private("torch._C._functorch.peek_interpr
 
 tracing_state: Callable[[], Any] = private("torch._C._get_tracing_state")
 """The trace of ``torch.jit.trace`` that is being recorded, or ``None``. ``torch.jit.is_tracing`` would add a call to each forward."""
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """A context in which no transform such as ``vmap`` runs, for tensors that it does not change. ``torch.func`` has none."""
+    if current_transform() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    return temporarily_pop_interpreter_stack()
 
 
 def in_backward() -> bool:

@@ -1,0 +1,1 @@
+"""A batch is one tensor whose rows lie on the ranks (contract, rules of ``batch="whole"``)."""

@@ -1,0 +1,109 @@
+"""Loss functions of rows: their mean is that of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parwrap.rows.tensors import NOT_BY_ROWS, Partial, Rows, as_partial, as_rows, collected, current, named, plain, signature_of
+
+__all__ = ["LOSSES", "cross_entropy", "loss", "whole_divisor"]
+
+LOSSES = named("""
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+gaussian_nll_loss poisson_nll_loss triplet_margin_loss margin_ranking_loss cosine_embedding_loss hinge_embedding_loss multi_margin_loss
+multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss
+""")
+"""Loss functions whose mean weighs all numbers alike."""
+
+
+def loss(func: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        given = signature_of(func).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return NOT_BY_ROWS  # torch's own error says what is wrong
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return NOT_BY_ROWS
+    x = next((each for each in given.values() if isinstance(each, Rows)), None)
+    if x is None or (x._dim != 0 and func.__name__ not in ALONE):
+        return NOT_BY_ROWS
+    for name, each in given.items():
+        if isinstance(each, Rows):
+            if each._layout != x._layout or each._dim - each.ndim != x._dim - x.ndim:
+                if not (each._dim == 0 == x._dim and each._layout == x._layout and func.__name__ not in ALONE):
+                    return NOT_BY_ROWS
+            given[name] = plain(each)
+        elif isinstance(each, Tensor):
+            whole, here = collected(each), x._dim - x.ndim
+            if whole.ndim >= -here and whole.shape[here] != 1:
+                if whole.shape[here] != x._layout.n or (whole.ndim != x.ndim and func.__name__ not in ALONE):
+                    return NOT_BY_ROWS
+                whole = x._layout.own(whole, whole.ndim + here)
+            given[name] = whole
+    reduction = given.get("reduction", "mean")
+    if not x._layout.mine and reduction != "none":
+        given["reduction"] = "sum"
+    result = func(**given)
+    if reduction == "none":
+        return as_rows(result, x._layout, x._dim if result.ndim == x.ndim else 0)
+    if reduction == "sum":
+        return as_partial(result * current().between.size)
+    return as_partial(result if x._layout.weight == 1.0 or not x._layout.mine else result * x._layout.weight)
+
+
+ALONE = frozenset(
+    named("""
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+""")
+)
+"""Those that work number by number, so that rows may be in any dimension."""
+
+
+def cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``cross_entropy`` and ``nll_loss``: their mean divides by the weights of the targets that count, of the whole batch."""
+    given = signature_of(func).bind(*args, **kwargs).arguments
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return NOT_BY_ROWS
+    x, target = given["input"], given["target"]
+    if not isinstance(x, Rows) or x._dim != 0 or isinstance(target, Partial) or x.ndim < 2:
+        return NOT_BY_ROWS
+    if isinstance(target, Rows):
+        if target._layout != x._layout or target._dim != 0:
+            return NOT_BY_ROWS
+        target = plain(target)
+    elif target.ndim and target.shape[0] == x._layout.n:
+        target = x._layout.own(collected(target))
+    else:
+        return NOT_BY_ROWS
+    weight = collected(given.get("weight"))
+    given.update(input=plain(x), target=target)
+    if weight is not None:
+        given["weight"] = weight
+    reduction = given.get("reduction", "mean")
+    if reduction == "none":
+        return as_rows(func(**given), x._layout, 0)
+    size = current().between.size
+    if reduction == "sum":
+        return as_partial(func(**given) * size)
+    if target.is_floating_point():
+        if not x._layout.mine:
+            return as_partial(func(**{**given, "reduction": "sum"}))
+        return as_partial(func(**given) * x._layout.weight if x._layout.weight != 1.0 else func(**given))
+    mine, whole = whole_divisor(target, weight, given.get("ignore_index", -100))
+    if not whole:
+        return as_partial(func(**given) if not mine and x._layout.mine else func(**{**given, "reduction": "sum"}) / 0.0)
+    if not mine:
+        return as_partial(func(**{**given, "reduction": "sum"}) * 0.0)
+    mean = func(**given)
+    return as_partial(mean if mine * size == whole else mean * (mine * size / whole))
+
+
+def whole_divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[float, float]:
+    """By what the sum of the losses of this rank's ``target`` is divided to get the mean, and that of all ranks' targets."""
+    with torch.no_grad():
+        counted = target != ignore_index
+        divisor = counted.sum() if weight is None else (weight[torch.where(counted, target, 0).long()] * counted).sum()
+        mine = divisor.double().reshape(1)
+        return mine.item(), current().between.summed(mine).item()

@@ -1,0 +1,333 @@
+"""Calls of modules: the outermost one runs on this rank's rows, with plain tensors inside.
+
+A module is cut if cutting a few rows gives the answer of the whole: ``Cuts`` computes both, once for each module, mode and kind of arguments, and
+finds from them where rows are in the answer. Otherwise every rank runs the module on the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from parwrap.places import script_place, warn
+from parwrap.rows.few_rows import KEEPS, Answers, answers
+from parwrap.rows.layout import Layout
+from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, plain
+from parwrap.torch_private.modules import ORIGINAL_MODULE
+
+__all__ = ["ModuleCalls", "Part", "part_of_answers"]
+
+FEW = 3
+"""The number of rows on which a module is tried."""
+
+
+class Part(NamedTuple):
+    """What a tensor in a module's answer is.
+
+    Attributes:
+        kind: ``"rows"``, ``"mean"`` or ``"sum"`` over the rows, or ``"same"`` for what no row changes.
+        dim: the dimension of the rows.
+        factor: how many rows of the answer come from one row, next to each other.
+        copies: how many times all rows are in the answer, one time after another.
+    """
+
+    kind: str
+    dim: int = 0
+    factor: int = 1
+    copies: int = 1
+
+    def of(self, local: Any, layout: Layout) -> Any:
+        """What the script gets for ``local``; ``None`` if that has another size than it should."""
+        if self.kind == "same":
+            return local
+        if self.kind == "mean":
+            return as_partial(local if layout.weight == 1.0 else local * layout.weight)
+        if self.kind == "sum":
+            return as_partial(local * len(layout.per_rank))
+        if local.ndim <= self.dim or local.shape[self.dim] != layout.mine * self.factor * self.copies:
+            return None
+        return as_rows(local, layout.times(self.factor).repeated(self.copies), self.dim)
+
+
+class ModuleCalls:
+    """Runs the outermost calls of modules.
+
+    Args:
+        whole: what is open.
+        own_draws: a context manager in which each rank draws its own random numbers.
+    """
+
+    def __init__(self, whole: Whole, own_draws: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._whole, self._own_draws = whole, own_draws
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each module, what is known of its answers, by kind of call
+        self._said: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable[..., Any]) -> Any:
+        whole = self._whole
+        if whole.inside:
+            return original(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        rows = [each for each in leaves if isinstance(each, OfBatch)]
+        if not rows or _stays_outside(module):
+            return original(*args, **kwargs)
+        cuts = self._cuts(module, leaves, structure, original)
+        if isinstance(cuts, str):
+            return self._run_whole(module, leaves, structure, original, cuts)
+        layout = cuts.layout(leaves)
+        mine = [cuts.own(at, each, layout) for at, each in enumerate(leaves)]
+        local_args, local_kwargs = pytree.tree_unflatten(mine, structure)
+        draws = self._own_draws() if cuts.draws else contextlib.nullcontext()
+        before = whole.calling
+        with draws, cuts.hooked(module, layout, whole):
+            whole.inside, whole.calling = whole.inside + 1, layout
+            try:
+                answer = original(*local_args, **local_kwargs)
+            finally:
+                whole.inside, whole.calling = whole.inside - 1, before
+        found = cuts.whole(answer, layout)
+        if found is None:
+            self._known[module] = dict.fromkeys(self._known[module], "its answer has another size than rows give")
+            return self._run_whole(module, leaves, structure, original, "its answer has another size than rows give")
+        return found[0]
+
+    def _run_whole(self, module: nn.Module, leaves: list[Any], structure: Any, original: Callable[..., Any], why: str) -> Any:
+        if module not in self._said and why:
+            self._said[module] = True
+            warn(
+                f"parwrap: {script_place()} calls {type(module).__name__} on the whole batch on every rank, because {why}. That is right, and "
+                "no faster than one process."
+            )
+        args, kwargs = pytree.tree_unflatten([collected(each, f"{type(module).__name__}()") for each in leaves], structure)
+        return original(*args, **kwargs)
+
+    def _cuts(self, module: nn.Module, leaves: list[Any], structure: Any, original: Callable[..., Any]) -> Cuts | str:
+        layouts = [each._layout for each in leaves if isinstance(each, Rows)]
+        if not layouts:
+            return ""
+        if any(each != layouts[0] for each in layouts) or 0 in layouts[0].per_rank:
+            return "its arguments have rows of different batches" if 0 not in layouts[0].per_rank else ""
+        if any(nn.parameter.is_lazy(each) for each in module.parameters()):
+            return ""
+        kind = (module.training, structure, tuple(_kind(each, layouts[0].n) for each in leaves), torch.is_autocast_enabled())
+        known = self._known.setdefault(module, {})
+        try:
+            found = known.get(kind)
+        except TypeError:
+            kind = (*kind[:1], str(structure), *kind[2:])
+            found = known.get(kind)
+        if found is None:
+            found = known[kind] = self._tried(module, leaves, structure, layouts[0], original)
+        return found
+
+    def _tried(self, module: nn.Module, leaves: list[Any], structure: Any, layout: Layout, original: Callable[..., Any]) -> Cuts | str:
+        """Find where rows are in the answer of ``module``; or why it must be called on the whole batch."""
+        beside = {
+            at for at, each in enumerate(leaves) if type(each) is torch.Tensor and each.ndim and each.shape[0] == layout.n and layout.n > 1
+        }
+        why = ""
+        for cut_too in [set(), beside] if beside else [set()]:
+            few = [_few(each, self._whole, layout, at in cut_too) for at, each in enumerate(leaves)]
+            original_module = getattr(module, ORIGINAL_MODULE, None)
+            run = original if original_module is None else original_module
+            found = answers(self._whole, module, run, few, structure)
+            if isinstance(found, str):
+                why = found
+                continue
+            parts = part_of_answers(found)
+            if isinstance(parts, str):
+                why = parts
+                continue
+            return Cuts(frozenset(cut_too), parts[0], parts[1], found.structure, found.draws)
+        return why
+
+
+class Cuts(NamedTuple):
+    """How a module is called on rows.
+
+    Attributes:
+        beside: which arguments are plain tensors with as many rows, and are cut too.
+        parts: what each tensor of the answer is.
+        of_hooks: the same for what the script's hooks on the module and those inside get, call by call.
+        structure: how the answer is built.
+        draws: whether the module draws random numbers.
+    """
+
+    beside: frozenset[int]
+    parts: Sequence[Part]
+    of_hooks: Sequence[Sequence[Part]]
+    structure: Any
+    draws: bool
+
+    def layout(self, leaves: list[Any]) -> Layout:
+        return next(each._layout for each in leaves if isinstance(each, Rows))
+
+    def own(self, at: int, leaf: Any, layout: Layout) -> Any:
+        if isinstance(leaf, Rows):
+            return plain(leaf)
+        if at in self.beside:
+            return layout.own(leaf)
+        return collected(leaf)
+
+    def whole(self, answer: Any, layout: Layout) -> tuple[Any] | None:
+        leaves, structure = pytree.tree_flatten(answer)
+        if structure != self.structure:
+            return None
+        found = [part.of(each, layout) if isinstance(each, torch.Tensor) else each for part, each in zip(self.parts, leaves, strict=True)]
+        if any(each is None and leaf is not None for each, leaf in zip(found, leaves, strict=True)):
+            return None
+        return (pytree.tree_unflatten(found, structure),)
+
+    @contextlib.contextmanager
+    def hooked(self, module: nn.Module, layout: Layout, whole: Whole) -> Iterator[None]:
+        """Inside the block, hooks of the script on modules get rows."""
+        if not self.of_hooks:
+            yield
+            return
+        calls = iter(self.of_hooks)
+
+        def of_rows(hook: Callable) -> Callable:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                parts, (leaves, structure) = next(calls, ()), pytree.tree_flatten(args[1:])
+                shown = [
+                    part.of(each.view_as(each), layout) if isinstance(each, torch.Tensor) and part.kind != "same" else each
+                    for part, each in zip(parts, leaves, strict=False)
+                ]
+                given = (
+                    leaves if len(shown) != len(leaves) else [each if one is None else one for one, each in zip(shown, leaves, strict=True)]
+                )
+                inside, whole.inside = whole.inside, 0
+                try:
+                    result = hook(args[0], *pytree.tree_unflatten(given, structure), **kwargs)
+                finally:
+                    whole.inside = inside
+                return pytree.tree_map_only((Rows, Partial), plain, result)
+
+            return run
+
+        with exchanged_hooks(module, of_rows):
+            yield
+
+
+@contextlib.contextmanager
+def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable], Callable]) -> Iterator[int]:
+    """Inside the block, the script's forward hooks on ``module`` and those inside are replaced by what ``exchange`` makes of them."""
+    before: list[tuple[dict, Any, Any]] = []
+    for each in module.modules():
+        for hooks in (each._forward_hooks, each._forward_pre_hooks):
+            for key, hook in hooks.items():
+                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
+                    before.append((hooks, key, hook))
+    try:
+        for hooks, key, hook in before:
+            hooks[key] = exchange(hook)
+        yield len(before)
+    finally:
+        for hooks, key, hook in before:
+            if key in hooks:
+                hooks[key] = hook
+
+
+def _stays_outside(module: nn.Module) -> bool:
+    """Whether rows reach ``module`` as rows: a criterion, or one that has nothing of its own."""
+    if isinstance(module, _Loss):
+        return True
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+
+
+def _kind(leaf: Any, rows: int) -> Any:
+    """What a call must have in common with another to be cut like it."""
+    if isinstance(leaf, torch.Tensor):
+        with LOCAL():
+            dim = leaf._dim if isinstance(leaf, Rows) else None
+            return (
+                type(leaf) if dim is not None else "plain",
+                dim,
+                leaf.ndim,
+                leaf.dtype,
+                dim is None and leaf.ndim and leaf.shape[0] == rows,
+            )
+    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+
+
+def _few(leaf: Any, whole: Whole, layout: Layout, cut_too: bool) -> Any:
+    """The first rows of ``leaf``, on every rank, as a tuple with the dimension of the rows; anything else as it is."""
+    if isinstance(leaf, Rows):
+        with LOCAL(), torch.no_grad():
+            dim, counts = leaf._dim, [min(FEW, each) for each in layout.per_rank]
+            mine = plain(leaf).detach().movedim(dim, 0)[:FEW]
+            rows = torch.cat(whole.between.parts(mine.contiguous(), counts))[:FEW].movedim(0, dim)
+            return Few(rows, dim)
+    if cut_too:
+        counts = [min(FEW, each) for each in layout.per_rank]
+        starts = [sum(layout.per_rank[:rank]) for rank in range(len(counts))]
+        return Few(torch.cat([leaf.detach()[start : start + count] for start, count in zip(starts, counts, strict=True)])[:FEW], 0)
+    return collected(leaf).detach() if isinstance(leaf, Partial) else leaf
+
+
+class Few(NamedTuple):
+    """A few rows of an argument."""
+
+    rows: torch.Tensor
+    dim: int
+
+
+def part_of_answers(found: Answers) -> tuple[list[Part], list[list[Part]]] | str:
+    """What each tensor of an answer is, from the answers to all of a few rows and to two parts of them; or why it cannot be cut."""
+    parts = []
+    for leaves in zip(found.whole, found.first, found.second, strict=True):
+        part = _part(*leaves, found.sizes)
+        if part is None:
+            return "its answer for a row depends on other rows"
+        parts.append(part)
+    if any(_part(*leaves, found.sizes) != Part("same") for leaves in zip(*found.left, strict=True)):
+        return KEEPS
+    of_hooks = []
+    for calls in zip(found.hooks_whole, found.hooks_first, found.hooks_second, strict=True):
+        of_hooks.append([_part(*leaves, found.sizes) or Part("same") for leaves in zip(*calls, strict=False)])
+    return parts, of_hooks
+
+
+def _part(whole: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Part | None:
+    if not isinstance(whole, torch.Tensor):
+        same = type(whole) in (int, float, bool, str, bytes, type(None)) and whole == first == second
+        return Part("same") if same or whole is first is second else None
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and whole.ndim == first.ndim == second.ndim):
+        return None
+    a, b = sizes
+    changed = [dim for dim in range(whole.ndim) if not whole.shape[dim] == first.shape[dim] == second.shape[dim]]
+    if not changed:
+        if whole.numel() and _close(whole, first) and _close(whole, second):
+            return Part("same")
+        if not whole.is_floating_point():
+            return None
+        if _close(whole, (first * a + second * b) / (a + b)):
+            return Part("mean")
+        return Part("sum") if _close(whole, first + second) else None
+    if len(changed) > 1:
+        return None
+    dim = changed[0]
+    each, rest = divmod(whole.shape[dim], a + b)
+    if rest or first.shape[dim] != each * a or second.shape[dim] != each * b:
+        return None
+    if _close(whole, torch.cat([first, second], dim)):
+        return Part("rows", dim, each)
+    halves = [part.unflatten(dim, (each, -1)) for part in (first, second)]
+    return Part("rows", dim, 1, each) if _close(whole, torch.cat(halves, dim + 1).flatten(dim, dim + 1)) else None
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    a, b = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (a, b))
+    tolerance = 1e-2 if min(a.element_size(), b.element_size()) < 4 else 1e-3
+    scale = float(a.abs().nan_to_num(posinf=0.0, neginf=0.0).max()) if a.numel() else 0.0
+    return bool(torch.allclose(a, b, rtol=tolerance, atol=max(1e-6, 1e-4 * scale), equal_nan=True))

@@ -1,0 +1,212 @@
+"""``batch="whole"``: which calls of torch do more while it is open (contract, rules W1 to W8)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import apis
+from torch._functorch import eager_transforms as transforms
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from parwrap.intercept.intercepted_calls import Backward
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.patch import Patch, installed
+from parwrap.rows import table as _table  # noqa: F401  (fills the table of handlers)
+from parwrap.rows.losses import whole_divisor
+from parwrap.rows.modules import ModuleCalls
+from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_rows, collected, open_whole, plain, signature_of
+from parwrap.torch_private.autograd import current_transform, in_backward
+
+__all__ = ["WholeBatch"]
+
+
+class WholeBatch(Interceptor):
+    """Differentiates losses of rows as one process does.
+
+    Args:
+        whole: what is open.
+        own_draws: a context manager in which each rank draws its own random numbers.
+    """
+
+    def __init__(self, whole: Whole, own_draws: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.whole = whole
+        self._modules = ModuleCalls(whole, own_draws)
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def opened(self) -> AbstractContextManager[Any]:
+        """Install what no method of ``Interceptor`` covers, inside the block."""
+        stack = ExitStack()
+        stack.enter_context(open_whole(self.whole))
+        stack.enter_context(installed(self._patches()))
+        return stack
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call`` on this rank's part: the mean over ranks of its gradients is that of one process."""
+        if not any(isinstance(each, (Rows, Partial)) for each in (*call.tensors, *call.grad_tensors)):
+            return call.run()
+        tensors, grads, size = [], [], self.whole.between.size
+        for tensor, grad in zip(call.tensors, call.grad_tensors, strict=True):
+            if isinstance(tensor, Rows):
+                if grad is None:
+                    raise RuntimeError("grad can be implicitly created only for scalar outputs")  # as torch says
+                mine = plain(grad) if isinstance(grad, Rows) else tensor._layout.own(collected(grad), tensor._dim)
+                tensors.append(plain(tensor))
+                grads.append(mine * size)
+            else:
+                tensors.append(tensor)
+                grads.append(collected(grad))
+        partials = [each for each in tensors if isinstance(each, Partial)]
+        for each in partials:
+            each.__class__ = torch.Tensor  # the strategy sends and writes this rank's part
+            self._waiting[id(each)] = each
+        given = tuple(plain(each) if isinstance(each, Rows) else each for each in call.given)
+        try:
+            with torch._C._EnableTorchFunction():  # hooks of the script get rows
+                call._replace(tensors=tuple(tensors), grad_tensors=tuple(grads), given=given).run()
+        finally:
+            for each in partials:
+                if self._waiting.pop(id(each), None) is not None:
+                    each.__class__ = Partial
+        return None
+
+    def settled(self, loss: torch.Tensor) -> None:
+        """Note that the mean over ranks has been written into ``loss``: it is a plain number now."""
+        self._waiting.pop(id(loss), None)
+        if isinstance(loss, Partial):
+            loss.__class__ = torch.Tensor
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable[..., Any]) -> Any:
+        return self._modules.call(module, args, kwargs, original)
+
+    def _patches(self) -> Iterable[Patch]:
+        for owner, name in ((F, "cross_entropy"), (F, "nll_loss")):
+            yield Patch(owner, name, self._criterion)
+        for name in ("randn", "rand", "randint"):
+            yield Patch(torch, name, self._drawn)
+        for name in ("tensor", "as_tensor", "asarray"):
+            yield Patch(torch, name, _on_whole)
+        yield Patch(torch, "compile", self._compile)
+        yield Patch(torch.autograd, "grad", self._grad)
+        yield Patch(torch.autograd.Function, "apply", self._apply)
+        yield Patch(nn.Parameter, "__new__", _on_whole)
+        for owner, name in (
+            *((transforms, name) for name in ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")),
+            (apis, "vmap_impl"),
+        ):
+            yield Patch(owner, name, _on_whole)
+
+    def _criterion(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        """Inside a module, a mean cross entropy divides by the count of the whole batch."""
+        whole = self.whole
+        if not whole.inside or torch.compiler.is_compiling():
+            return wrapped(*args, **kwargs)
+        given = signature_of(wrapped).bind(*args, **kwargs).arguments
+        mean = given.get("reduction", "mean") == "mean" and given.get("reduce") is not False and given.get("size_average") is not False
+        target = given["target"]
+        if not mean or target.is_floating_point():
+            return wrapped(*args, **kwargs)
+        loss = wrapped(*args, **kwargs)
+        if whole.counting is not None:
+            weight, ignore = given.get("weight"), given.get("ignore_index", -100)
+            counted = target != ignore
+            divisor = counted.sum() if weight is None else (weight[torch.where(counted, target, 0).long()] * counted).sum()
+            factor = whole.counting.factor(float(divisor))
+        elif whole.calling is not None:
+            mine, total = whole_divisor(target, given.get("weight"), given.get("ignore_index", -100))
+            share = mine * whole.between.size / total if total else 0.0
+            factor = share / whole.calling.weight
+        else:
+            return loss
+        if not factor:
+            return torch.where(torch.isnan(loss), 0.0, loss) * 0.0
+        return loss if factor == 1.0 else loss * factor
+
+    def _drawn(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        """What is drawn for each row of the batch is drawn for all rows, and each rank keeps its own."""
+        drawn = wrapped(*args, **kwargs)
+        whole = self.whole
+        if whole.layout is None or whole.inside or not drawn.ndim or drawn.shape[0] != whole.layout.n or type(drawn) is not torch.Tensor:
+            return drawn
+        wants = drawn.requires_grad
+        mine = whole.layout.own(drawn.detach()).clone()
+        rows = as_rows(mine, whole.layout)
+        return rows.requires_grad_() if wants else rows
+
+    def _compile(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        """A compiled function runs without its graphs where it gets rows; a compiled module runs on this rank's rows."""
+        model = args[0] if args else kwargs.get("model")
+        compiled = wrapped(*args, **kwargs)
+        if isinstance(model, nn.Module):
+            return compiled
+        if model is None:
+            return lambda function: _by_rows(compiled(function), function)
+        return _by_rows(compiled, model)
+
+    def _grad(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if self.whole.inside or in_backward() or current_transform() is not None:
+            return wrapped(*args, **kwargs)
+        return self._gradients(wrapped, *args, **kwargs)
+
+    def _gradients(
+        self, original: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """``torch.autograd.grad``: gradients of rows are rows, any other is the mean over ranks."""
+        one = (torch.Tensor, GradientEdge)
+        outputs = [outputs] if isinstance(outputs, one) else list(outputs)
+        inputs = [inputs] if isinstance(inputs, one) else list(inputs.values() if isinstance(inputs, dict) else inputs)
+        given: Sequence[Any] = [None] * len(outputs) if grad_outputs is None else grad_outputs
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        size, grads = self.whole.between.size, []
+        for output, grad in zip(outputs, given, strict=True):
+            if isinstance(output, Rows):
+                if grad is None:
+                    raise RuntimeError("grad can be implicitly created only for scalar outputs")
+                mine = plain(grad) if isinstance(grad, Rows) else output._layout.own(collected(grad), output._dim)
+                grads.append(mine * size)
+            else:
+                grads.append(collected(grad))
+        with LOCAL():
+            found = original(
+                [plain(each) if isinstance(each, (Rows, Partial)) else each for each in outputs], inputs, grads, *args, **kwargs
+            )
+        return tuple(self._gradient(each, grad) for each, grad in zip(inputs, found, strict=True))
+
+    def _gradient(self, of: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:
+            return None
+        if isinstance(of, Rows):
+            with LOCAL():
+                true = plain(grad) if "_halves" in of.__dict__ else plain(grad) / self.whole.between.size
+                return as_rows(true, of._layout, of._dim)
+        return self.whole.between.mean(plain(grad))
+
+    def _apply(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        """A function of the script with a backward of its own runs on whole tensors."""
+        if any(isinstance(each, OfBatch) for each in args):
+            return wrapped(*(collected(each, "autograd.Function") for each in args), **kwargs)
+        return wrapped(*args, **kwargs)
+
+
+def _by_rows(compiled: Callable, function: Callable) -> Callable:
+    if isinstance(function, nn.Module):
+        return compiled
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        takes_rows = any(isinstance(each, OfBatch) for each in pytree.tree_leaves((args, kwargs)))
+        return (function if takes_rows else compiled)(*args, **kwargs)
+
+    return run
+
+
+def _on_whole(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a function of torch that knows no subclasses on whole tensors."""
+    args, kwargs = pytree.tree_map_only(OfBatch, collected, (args, kwargs))
+    return wrapped(*args, **kwargs)
