@@ -56,7 +56,7 @@ from parwrap.rank_zero.output import Output, output_of
 from parwrap.rank_zero.path_rules import passing
 from parwrap.rank_zero.whole_files import saved_whole
 from parwrap.ranks import group as groups
-from parwrap.ranks.agreement import agree
+from parwrap.ranks.agreement import agree, home
 from parwrap.ranks.environment import attribute, without
 from parwrap.ranks.group import Group, Observer, is_failure, say
 from parwrap.ranks.platform import run_after_fork
@@ -283,7 +283,7 @@ def _prepare_training(
     if options.now.batch == "whole":
         from parwrap.rows.whole_batch import WholeBatch  # which fills a table
 
-        whole = Whole(Collectives(messages_of(group), group.world.rank, group.world.size), states_kept)
+        whole = Whole(Collectives(messages_of(group), group.world.rank, group.world.size, home(group)), states_kept)
         whole_batch = WholeBatch(whole, partial(streams.used, random_streams.TRAINING))
     losses = Losses(None if whole_batch is None else whole_batch.settled)
     undo.callback(modules.close)
@@ -314,7 +314,7 @@ def _prepare_training(
         undo.enter_context(intercepting_pipelines(Pipelines(group, options, iterators)))
     if options.now.lr != "keep":
         undo.enter_context(learning_rates_times(partial(_lr_factor, options, group)))
-    interceptors = [optimizers, modules, losses, *shared, divisors, made]
+    interceptors = [optimizers, modules, losses, *shared, *([divisors] if whole is None else []), made]
     if whole_batch is not None:
         norms = SyncBN(None, None, lambda: passes)
         undo.enter_context(scopes.opened(norms.exchange, shared=True))

@@ -31,6 +31,9 @@ LINE = 8
 SPINS = 300
 """How often a rank looks for the others' vectors before it sleeps between two looks."""
 
+BUSY = 40
+"""How often it looks before it lets another process run between two looks: the others are often nearly there."""
+
 POLLING = 5e-5
 """Seconds between two looks."""
 
@@ -60,7 +63,7 @@ class SharedVectors:
         size = 8 * ranks * (LINE + 2 * CAPACITY)
         memory = shared_memory(path, size)
         self._turns = np.frombuffer(memory, np.int64, ranks * LINE)[::LINE]
-        self._rows = torch.from_numpy(np.frombuffer(memory, np.float64, offset=8 * ranks * LINE)).view(2, ranks, CAPACITY)
+        self._rows = np.frombuffer(memory, np.float64, offset=8 * ranks * LINE).reshape(2, ranks, CAPACITY)
 
     def gather(self, numbers: torch.Tensor, check: Callable[[], None]) -> torch.Tensor:
         """The vectors of all ranks, one row for each rank.
@@ -69,17 +72,30 @@ class SharedVectors:
             numbers: this rank's vector, of at most ``CAPACITY`` numbers; those of all ranks have the same length and dtype.
             check: called now and then while a vector is missing; it may raise an error.
         """
+        place = self._rows[(self._turn + 1) & 1, :, : len(numbers)]
+        place[self._rank] = numbers.double().numpy()
+        self._meet(check)
+        return torch.from_numpy(place.copy()).to(numbers.dtype)
+
+    def total(self, number: float, check: Callable[[], None]) -> float:
+        """The sum of the numbers of all ranks; ``check`` as in :meth:`gather`."""
+        place = self._rows[(self._turn + 1) & 1, :, 0]
+        place[self._rank] = number
+        self._meet(check)
+        return float(place.sum())
+
+    def _meet(self, check: Callable[[], None]) -> None:
+        """Say that this rank has written its vector of this turn, and wait for the others."""
         self._turn += 1
-        place = self._rows[self._turn & 1, :, : len(numbers)]
-        place[self._rank] = numbers
-        self._turns[self._rank] = self._turn
+        turn, turns = self._turn, self._turns
+        turns[self._rank] = turn
         looks = 0
-        while not (self._turns >= self._turn).all():
+        while turns.min() < turn:
             looks += 1
-            time.sleep(0 if looks < SPINS else POLLING)
+            if looks > BUSY:
+                time.sleep(0 if looks < SPINS else POLLING)
             if looks % SPINS == 0:
                 check()
-        return place.to(numbers.dtype, copy=True)
 
 
 class Messages:
@@ -120,6 +136,13 @@ class Messages:
             rows = numbers.new_empty(self.size, len(numbers))
             dist.all_gather(list(rows), numbers, group=self.process_group)
             return rows
+
+    def total(self, kind: str, number: float, device: torch.device) -> float:
+        """The sum of the numbers of all ranks, which ``device`` sends where there is no shared memory."""
+        if self._vectors is None:
+            return self.sum(kind, torch.full((1,), number, dtype=torch.float64, device=device)).item()
+        with self.control_message(kind) as check:
+            return self._vectors.total(number, check)
 
     def _memory(self, numbers: torch.Tensor) -> SharedVectors | None:
         """The shared memory through which ``numbers`` travel, or ``None``. The first message opens it, in a file that rank 0 names."""

@@ -23,6 +23,7 @@ class Collectives:
         messages: sends short vectors.
         rank: this rank.
         size: the number of ranks.
+        device: where numbers must be to be sent.
 
     Attributes:
         rank: this rank.
@@ -30,8 +31,9 @@ class Collectives:
         sent: how many collectives this rank has sent.
     """
 
-    def __init__(self, messages: Messages, rank: int, size: int) -> None:
+    def __init__(self, messages: Messages, rank: int, size: int, device: torch.device) -> None:
         self._messages, self.rank, self.size, self.sent = messages, rank, size, 0
+        self._device = device
 
     def mean(self, numbers: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, differentiable."""
@@ -54,6 +56,11 @@ class Collectives:
         else:
             sent = flat.to(torch.float32 if flat.is_floating_point() else torch.int64)
         return self._messages.sum("the sum of rows over ranks", sent).to(numbers.dtype).view(numbers.shape)
+
+    def total(self, number: float) -> float:
+        """The sum over ranks of a number."""
+        self.sent += 1
+        return self._messages.total("the sum of rows over ranks", number, self._device)
 
     def parts(self, local: torch.Tensor, per_rank: list[int]) -> list[torch.Tensor]:
         """The tensors of all ranks, of which each has ``per_rank`` rows and all have the same other sizes. They travel as bytes."""

@@ -74,7 +74,7 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
                 count.begin(stop - start)
                 seen: list[Any] = []
                 cut = [each.rows.narrow(each.dim, start, stop - start).clone() if isinstance(each, Few) else _copied(each) for each in few]
-                args, kwargs = pytree.tree_unflatten(cut, structure)
+                args, kwargs = (cut, {}) if structure is None else pytree.tree_unflatten(cut, structure)
                 with whole.draws_kept(), _unchanged(module) as left, quiet, exchanged_hooks(module, lambda hook: _recorder(seen)):  # noqa: B023
                     answer = run(*args, **kwargs)
                     found.append(pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, lambda each: each.detach().clone(), answer)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parwrap.rows.tensors import NOT_BY_ROWS, Partial, Rows, as_partial, as_rows, collected, current, named, plain, signature_of
 
-__all__ = ["LOSSES", "cross_entropy", "loss", "whole_divisor"]
+__all__ = ["CRITERION", "LOSSES", "cross_entropy", "loss", "whole_divisor"]
 
 LOSSES = named("""
 mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
@@ -61,9 +61,13 @@ mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_ent
 """Those that work number by number, so that rows may be in any dimension."""
 
 
+CRITERION = "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
+"""The arguments of ``cross_entropy``, and of ``nll_loss`` except the last."""
+
+
 def cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
     """``cross_entropy`` and ``nll_loss``: their mean divides by the weights of the targets that count, of the whole batch."""
-    given = signature_of(func).bind(*args, **kwargs).arguments
+    given = dict(zip(CRITERION, args, strict=False), **kwargs)
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return NOT_BY_ROWS
     x, target = given["input"], given["target"]
@@ -102,8 +106,12 @@ def cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def whole_divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[float, float]:
     """By what the sum of the losses of this rank's ``target`` is divided to get the mean, and that of all ranks' targets."""
-    with torch.no_grad():
-        counted = target != ignore_index
-        divisor = counted.sum() if weight is None else (weight[torch.where(counted, target, 0).long()] * counted).sum()
-        mine = divisor.double().reshape(1)
-        return mine.item(), current().between.summed(mine).item()
+    mine = divisor_of(target, weight, ignore_index)
+    return mine, current().between.total(mine)
+
+
+@torch.no_grad()
+def divisor_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> float:
+    """By what the sum of the losses of ``target`` is divided to get their mean."""
+    counted = target != ignore_index
+    return (counted.sum() if weight is None else (weight[torch.where(counted, target, 0).long()] * counted).sum()).item()

@@ -24,6 +24,11 @@ from parwrap.torch_private.modules import ORIGINAL_MODULE
 
 __all__ = ["ModuleCalls", "Part", "part_of_answers"]
 
+SINGLE = (torch.Tensor, int, float, str, type(None))
+"""Arguments that hold no others."""
+
+OTHER_SIZE = "its answer has another size than rows give"
+
 FEW = 3
 """The number of rows on which a module is tried."""
 
@@ -73,28 +78,32 @@ class ModuleCalls:
         whole = self._whole
         if whole.inside:
             return original(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        rows = [each for each in leaves if isinstance(each, OfBatch)]
-        if not rows or _stays_outside(module):
+        if kwargs or not all(isinstance(each, SINGLE) for each in args):
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+        else:
+            leaves, structure = list(args), None
+        if not any(isinstance(each, OfBatch) for each in leaves) or _stays_outside(module):
             return original(*args, **kwargs)
         cuts = self._cuts(module, leaves, structure, original)
         if isinstance(cuts, str):
             return self._run_whole(module, leaves, structure, original, cuts)
-        layout = cuts.layout(leaves)
-        mine = [cuts.own(at, each, layout) for at, each in enumerate(leaves)]
-        local_args, local_kwargs = pytree.tree_unflatten(mine, structure)
-        draws = self._own_draws() if cuts.draws else contextlib.nullcontext()
-        before = whole.calling
-        with draws, cuts.hooked(module, layout, whole):
-            whole.inside, whole.calling = whole.inside + 1, layout
-            try:
+        layout = next(each._layout for each in leaves if isinstance(each, Rows))
+        local_args, local_kwargs = _built([cuts.own(at, each, layout) for at, each in enumerate(leaves)], structure)
+        before, whole.calling = whole.calling, layout
+        whole.inside += 1
+        try:
+            if cuts.draws or cuts.of_hooks:
+                with self._own_draws() if cuts.draws else contextlib.nullcontext(), cuts.hooked(module, layout, whole):
+                    answer = original(*local_args, **local_kwargs)
+            else:
                 answer = original(*local_args, **local_kwargs)
-            finally:
-                whole.inside, whole.calling = whole.inside - 1, before
+        finally:
+            whole.inside -= 1
+            whole.calling = before
         found = cuts.whole(answer, layout)
         if found is None:
-            self._known[module] = dict.fromkeys(self._known[module], "its answer has another size than rows give")
-            return self._run_whole(module, leaves, structure, original, "its answer has another size than rows give")
+            self._known[module] = dict.fromkeys(self._known[module], OTHER_SIZE)
+            return self._run_whole(module, leaves, structure, original, OTHER_SIZE)
         return found[0]
 
     def _run_whole(self, module: nn.Module, leaves: list[Any], structure: Any, original: Callable[..., Any], why: str) -> Any:
@@ -104,18 +113,20 @@ class ModuleCalls:
                 f"parwrap: {script_place()} calls {type(module).__name__} on the whole batch on every rank, because {why}. That is right, and "
                 "no faster than one process."
             )
-        args, kwargs = pytree.tree_unflatten([collected(each, f"{type(module).__name__}()") for each in leaves], structure)
+        args, kwargs = _built([collected(each, f"{type(module).__name__}()") for each in leaves], structure)
         return original(*args, **kwargs)
 
     def _cuts(self, module: nn.Module, leaves: list[Any], structure: Any, original: Callable[..., Any]) -> Cuts | str:
-        layouts = [each._layout for each in leaves if isinstance(each, Rows)]
-        if not layouts:
+        layout: Layout | None = None
+        for each in leaves:
+            if isinstance(each, Rows):
+                if layout is not None and each._layout is not layout and each._layout != layout:
+                    return "its arguments have rows of different batches"
+                layout = each._layout
+        if layout is None or 0 in layout.per_rank:
             return ""
-        if any(each != layouts[0] for each in layouts) or 0 in layouts[0].per_rank:
-            return "its arguments have rows of different batches" if 0 not in layouts[0].per_rank else ""
-        if any(nn.parameter.is_lazy(each) for each in module.parameters()):
-            return ""
-        kind = (module.training, structure, tuple(_kind(each, layouts[0].n) for each in leaves), torch.is_autocast_enabled())
+        kinds = tuple([_kind(each, layout.n) for each in leaves])
+        kind = (module.training, structure, kinds, torch.is_autocast_enabled())
         known = self._known.setdefault(module, {})
         try:
             found = known.get(kind)
@@ -123,7 +134,9 @@ class ModuleCalls:
             kind = (*kind[:1], str(structure), *kind[2:])
             found = known.get(kind)
         if found is None:
-            found = known[kind] = self._tried(module, leaves, structure, layouts[0], original)
+            if any(nn.parameter.is_lazy(each) for each in module.parameters()):
+                return ""
+            found = known[kind] = self._tried(module, leaves, structure, layout, original)
         return found
 
     def _tried(self, module: nn.Module, leaves: list[Any], structure: Any, layout: Layout, original: Callable[..., Any]) -> Cuts | str:
@@ -165,9 +178,6 @@ class Cuts(NamedTuple):
     structure: Any
     draws: bool
 
-    def layout(self, leaves: list[Any]) -> Layout:
-        return next(each._layout for each in leaves if isinstance(each, Rows))
-
     def own(self, at: int, leaf: Any, layout: Layout) -> Any:
         if isinstance(leaf, Rows):
             return plain(leaf)
@@ -176,6 +186,9 @@ class Cuts(NamedTuple):
         return collected(leaf)
 
     def whole(self, answer: Any, layout: Layout) -> tuple[Any] | None:
+        if isinstance(answer, torch.Tensor) and self.structure.is_leaf():
+            found = self.parts[0].of(answer, layout)
+            return None if found is None else (found,)
         leaves, structure = pytree.tree_flatten(answer)
         if structure != self.structure:
             return None
@@ -234,6 +247,11 @@ def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable], Callable])
                 hooks[key] = hook
 
 
+def _built(leaves: list[Any], structure: Any) -> tuple[Any, Any]:
+    """The arguments of a call, as they were given."""
+    return (leaves, {}) if structure is None else pytree.tree_unflatten(leaves, structure)
+
+
 def _stays_outside(module: nn.Module) -> bool:
     """Whether rows reach ``module`` as rows: a criterion, or one that has nothing of its own."""
     if isinstance(module, _Loss):
@@ -243,16 +261,12 @@ def _stays_outside(module: nn.Module) -> bool:
 
 def _kind(leaf: Any, rows: int) -> Any:
     """What a call must have in common with another to be cut like it."""
+    if isinstance(leaf, Rows):
+        with LOCAL():
+            return leaf._dim, leaf.ndim, leaf.dtype
     if isinstance(leaf, torch.Tensor):
         with LOCAL():
-            dim = leaf._dim if isinstance(leaf, Rows) else None
-            return (
-                type(leaf) if dim is not None else "plain",
-                dim,
-                leaf.ndim,
-                leaf.dtype,
-                dim is None and leaf.ndim and leaf.shape[0] == rows,
-            )
+            return "plain", leaf.ndim, leaf.dtype, leaf.ndim and leaf.shape[0] == rows
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
 
 

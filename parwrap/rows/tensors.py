@@ -254,7 +254,12 @@ def _mean_of(tensor: Partial) -> torch.Tensor:
             return whole.between.mean(plain(tensor))
         if tensor._value is None or tensor._value[1] != version(tensor):
             with torch.no_grad():
-                tensor._value = whole.between.mean(plain(tensor).detach()), version(tensor)
+                if tensor.numel() == 1 and tensor.is_cpu and not tensor.is_complex():
+                    total, size = whole.between.total(tensor.item()), whole.between.size
+                    value = torch.full_like(plain(tensor), total / size if tensor.is_floating_point() else total // size)
+                else:
+                    value = whole.between.mean(plain(tensor).detach())
+                tensor._value = value, version(tensor)
         return tensor._value[0]
 
 

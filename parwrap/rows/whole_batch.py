@@ -19,9 +19,9 @@ from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
 from parwrap.rows import table as _table  # noqa: F401  (fills the table of handlers)
-from parwrap.rows.losses import whole_divisor
+from parwrap.rows.losses import CRITERION, divisor_of, whole_divisor
 from parwrap.rows.modules import ModuleCalls
-from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_rows, collected, open_whole, plain, signature_of
+from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_rows, collected, open_whole, plain
 from parwrap.torch_private.autograd import current_transform, in_backward
 
 __all__ = ["WholeBatch"]
@@ -107,17 +107,14 @@ class WholeBatch(Interceptor):
         whole = self.whole
         if not whole.inside or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
-        given = signature_of(wrapped).bind(*args, **kwargs).arguments
+        given = dict(zip(CRITERION, args, strict=False), **kwargs)
         mean = given.get("reduction", "mean") == "mean" and given.get("reduce") is not False and given.get("size_average") is not False
         target = given["target"]
         if not mean or target.is_floating_point():
             return wrapped(*args, **kwargs)
         loss = wrapped(*args, **kwargs)
         if whole.counting is not None:
-            weight, ignore = given.get("weight"), given.get("ignore_index", -100)
-            counted = target != ignore
-            divisor = counted.sum() if weight is None else (weight[torch.where(counted, target, 0).long()] * counted).sum()
-            factor = whole.counting.factor(float(divisor))
+            factor = whole.counting.factor(divisor_of(target, given.get("weight"), given.get("ignore_index", -100)))
         elif whole.calling is not None:
             mine, total = whole_divisor(target, given.get("weight"), given.get("ignore_index", -100))
             share = mine * whole.between.size / total if total else 0.0
