@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -216,6 +216,8 @@ class Loaders(Interceptor):
             return original(loader)
         made = PassIterator(self._iterators, self, loader, original, None if loader.num_workers else self._workers_seed(loader))
         made.dataset = loader.dataset
+        if self._whole is not None:
+            made.rows = self._begin_rows(loader, made.workers_seed, original)
         self.known(loader).iterated = weakref.ref(made)
         return made
 
@@ -282,26 +284,36 @@ class Loaders(Interceptor):
 
     def _read_rows(self, iterator: PassIterator, loader: DataLoader, opened: Pass, whole: Whole) -> Read:
         """Read whole batches, of which this rank holds its rows."""
-        known, own = self.known(loader), loader not in _replicated and reads_own(loader)
+        assert iterator.rows is not None
+        batches, parts = iterator.rows
+        known = self.known(loader)
         if self._loops.gradients_on():
             opened.data = self._held(loader, known).digits("whole batches", str(self._passes.begun))
-        seed = self._workers_seed(loader) if loader.num_workers else iterator.workers_seed
-        parts, copy = None, loader
-        if own:
-            if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
-                copy = known.copy
-            else:
-                copy = drawing_with(loader, OwnParts(_SharedDraws(draws_of(loader), self), self._rank, self._size))
-                vars(copy)["in_order"] = True
-                known.copy = copy if loader.persistent_workers else None
-            parts = copy.batch_sampler
-            seed = seed if seed is None else seed + self._rank  # augmentation is each rank's own
-        with self._drawing(), _seeding_workers(copy, seed):
-            batches = iterator.original(copy)
         opened.whole, opened.length = _samples(loader), _batches(batches)
         if loader not in _replicated:
-            opened.rows = RowsOf(whole, self._group, parts, samples_in)  # type: ignore[arg-type]
-        return Read(batches, self._own_streams(loader) if own else random_streams.NONE)
+            opened.rows = RowsOf(whole, self._group, parts, samples_in)
+        return Read(batches, random_streams.NONE if parts is None else self._own_streams(loader))
+
+    def _begin_rows(
+        self, loader: DataLoader, seed: int | None, original: Callable[[DataLoader], Iterator]
+    ) -> tuple[Iterator, OwnParts | None]:
+        """Begin to read ``loader`` as its iterator is made, as torch does, which draws there. Returns what draws this rank's parts, too."""
+        known = self.known(loader)
+        seed = self._workers_seed(loader) if loader.num_workers else seed
+        if loader in _replicated or not reads_own(loader):
+            parts, copy = None, loader
+        elif loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
+            copy = known.copy
+            parts = cast(OwnParts, copy.batch_sampler)
+        else:
+            parts = OwnParts(_SharedDraws(draws_of(loader), self), self._rank, self._size)
+            copy = drawing_with(loader, parts)
+            vars(copy)["in_order"] = True
+            known.copy = copy if loader.persistent_workers else None
+        if seed is not None and parts is not None:
+            seed += self._rank  # augmentation is each rank's own
+        with self._drawing(), _seeding_workers(copy, seed):
+            return original(copy), parts
 
     def _drawing_alike(self, loader: DataLoader) -> DataLoader:
         """A copy of ``loader`` whose sampler draws the same on all ranks, which read all of it: in a training pass each draws its own.

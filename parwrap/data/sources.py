@@ -143,11 +143,13 @@ class PassIterator(Batches):
         stack: the calls that lead to that line.
         opened: the pass, once it has begun.
         dataset: the dataset of ``loader`` when the iterator was made.
+        rows: with ``batch="whole"``, the iterator of torch, and what draws this rank's part of each batch.
         batches: the iterator that it takes batches from, once it has begun.
     """
 
     opened: Pass
     dataset: Any
+    rows: Any = None
 
     def __init__(
         self, owner: PassIterators, source: Source, loader: Any, original: Callable[[Any], Iterator], workers_seed: int | None = None

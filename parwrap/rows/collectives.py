@@ -68,6 +68,8 @@ class Collectives:
         shape, top = local.shape[1:], max(per_rank)
         row = local.dtype.itemsize * shape.numel()
         length = -(-row * top // 8)
+        if not length:
+            return [local.new_empty((rows, *shape)) for rows in per_rank]
         sent = torch.zeros(length * 8, dtype=torch.uint8, device=local.device)
         if local.numel():
             sent[: row * local.shape[0]].view(local.dtype).copy_(local.detach().reshape(-1))

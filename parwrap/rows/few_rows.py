@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from parwrap.rows.tensors import Whole
 
-__all__ = ["KEEPS", "Answers", "answers"]
+__all__ = ["KEEPS", "Answers", "Few", "answers", "exchanged_hooks"]
 
 
 class Answers(NamedTuple):
@@ -45,6 +45,13 @@ class Answers(NamedTuple):
     hooks_second: list[list[Any]]
 
 
+class Few(NamedTuple):
+    """A few rows of an argument."""
+
+    rows: torch.Tensor
+    dim: int
+
+
 KEEPS = "it keeps what it computes from a batch"
 
 
@@ -58,8 +65,6 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
         few: the leaves of its arguments; a few rows are a tuple with the dimension that they are in.
         structure: how its arguments are built.
     """
-    from parwrap.rows.modules import Few, exchanged_hooks  # which imports this file
-
     rows = next(each.rows.shape[each.dim] for each in few if isinstance(each, Few))
     if rows < 2:
         return "it has one row only"
@@ -92,6 +97,25 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
     if len({len(each) for each in lefts}) > 1:
         return KEEPS
     return Answers(*leaves, structures[0], (rows - 1, 1), quiet.drew, lefts, *hooks)
+
+
+@contextlib.contextmanager
+def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable], Callable]) -> Iterator[int]:
+    """Inside the block, the script's forward hooks on ``module`` and those inside are replaced by what ``exchange`` makes of them."""
+    before: list[tuple[dict, Any, Any]] = []
+    for each in module.modules():
+        for hooks in (each._forward_hooks, each._forward_pre_hooks):
+            for key, hook in hooks.items():
+                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
+                    before.append((hooks, key, hook))
+    try:
+        for hooks, key, hook in before:
+            hooks[key] = exchange(hook)
+        yield len(before)
+    finally:
+        for hooks, key, hook in before:
+            if key in hooks:
+                hooks[key] = hook
 
 
 def _copied(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parwrap.places import script_place, warn
-from parwrap.rows.few_rows import KEEPS, Answers, answers
+from parwrap.rows.few_rows import KEEPS, Answers, Few, answers, exchanged_hooks
 from parwrap.rows.layout import Layout
 from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, plain
 from parwrap.torch_private.modules import ORIGINAL_MODULE
@@ -228,25 +228,6 @@ class Cuts(NamedTuple):
             yield
 
 
-@contextlib.contextmanager
-def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable], Callable]) -> Iterator[int]:
-    """Inside the block, the script's forward hooks on ``module`` and those inside are replaced by what ``exchange`` makes of them."""
-    before: list[tuple[dict, Any, Any]] = []
-    for each in module.modules():
-        for hooks in (each._forward_hooks, each._forward_pre_hooks):
-            for key, hook in hooks.items():
-                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
-                    before.append((hooks, key, hook))
-    try:
-        for hooks, key, hook in before:
-            hooks[key] = exchange(hook)
-        yield len(before)
-    finally:
-        for hooks, key, hook in before:
-            if key in hooks:
-                hooks[key] = hook
-
-
 def _built(leaves: list[Any], structure: Any) -> tuple[Any, Any]:
     """The arguments of a call, as they were given."""
     return (leaves, {}) if structure is None else pytree.tree_unflatten(leaves, structure)
@@ -283,13 +264,6 @@ def _few(leaf: Any, whole: Whole, layout: Layout, cut_too: bool) -> Any:
         starts = [sum(layout.per_rank[:rank]) for rank in range(len(counts))]
         return Few(torch.cat([leaf.detach()[start : start + count] for start, count in zip(starts, counts, strict=True)])[:FEW], 0)
     return collected(leaf).detach() if isinstance(leaf, Partial) else leaf
-
-
-class Few(NamedTuple):
-    """A few rows of an argument."""
-
-    rows: torch.Tensor
-    dim: int
 
 
 def part_of_answers(found: Answers) -> tuple[list[Part], list[list[Part]]] | str:

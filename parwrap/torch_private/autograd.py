@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from parwrap.torch_private.versions import private
 
@@ -43,13 +44,13 @@ tracing_state: Callable[[], Any] = private("torch._C._get_tracing_state")
 """The trace of ``torch.jit.trace`` that is being recorded, or ``None``. ``torch.jit.is_tracing`` would add a call to each forward."""
 
 
-def outside_of_transforms() -> AbstractContextManager[Any]:
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
     """A context in which no transform such as ``vmap`` runs, for tensors that it does not change. ``torch.func`` has none."""
-    if current_transform() is None:
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-
-    return temporarily_pop_interpreter_stack()
+    with ExitStack() as left:
+        while current_transform() is not None:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
 
 
 def in_backward() -> bool:

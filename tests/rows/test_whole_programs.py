@@ -14,7 +14,7 @@ import torch
 
 import parwrap
 
-THEMES = sorted(path.stem for path in (Path(__file__).parent / "whole_programs").glob("[a-z]*.py"))
+THEMES = sorted(path.stem for path in (Path(__file__).parent / "whole_programs").glob("programs_*.py"))
 
 
 def programs(theme):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from whole_programs._data import blobs, line, weights
+from whole_programs._small_data import blobs, line, weights
 
 
 class _Chunks(Dataset):

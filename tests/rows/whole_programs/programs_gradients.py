@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from whole_programs._data import blobs, images, line, weights
+from whole_programs._small_data import blobs, images, line, weights
 
 
 def wgan_gp():

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from whole_programs._data import blobs, images, line, weights
+from whole_programs._small_data import blobs, images, line, weights
 
 
 def inputs_and_target_in_one_tensor():

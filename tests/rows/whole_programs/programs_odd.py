@@ -15,7 +15,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from whole_programs._data import blobs, images, line, weights
+from whole_programs._small_data import blobs, images, line, weights
 
 
 def draws_of_the_batch_size():

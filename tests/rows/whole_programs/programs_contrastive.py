@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from whole_programs._data import blobs, weights
+from whole_programs._small_data import blobs, weights
 
 
 def infonce_two_towers():

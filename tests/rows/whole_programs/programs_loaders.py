@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from whole_programs._data import blobs, images, line, weights
+from whole_programs._small_data import blobs, images, line, weights
 
 Sample = namedtuple("Sample", ["x", "y", "name"])
 
