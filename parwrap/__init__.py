@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from parwrap.options import Options as _Options
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
+    from parwrap.rows.tensors import is_rows
 
     accumulate: signatures.Accumulate
     distributed = signatures.decorator(_Options.__init__)
@@ -79,6 +80,7 @@ _HOMES = {
     "parwrap.insight.verify": ("verify",),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
+    "parwrap.rows.tensors": ("is_rows",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -112,6 +114,7 @@ __all__ = [
     "gather_with_grad",
     "hogwild",
     "is_rank_zero",
+    "is_rows",
     "launch",
     "local_rank",
     "mean_over_ranks",

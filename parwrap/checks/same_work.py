@@ -62,6 +62,11 @@ class SameWork:
     def _why(self) -> str:
         """Why the ranks compute the same, and what changes it."""
         innermost = self._passes.innermost
+        if innermost is not None and innermost.rows is not None:
+            return (
+                f"The batches at {innermost.place} are whole, but what follows is computed from collected rows: parwrap explain names the "
+                "lines that collect them"
+            )
         if innermost is not None and innermost.why_whole:
             later = "; a loop that has trained gets shares from its next pass on" if self._optimizers.were_built else ""
             return (

@@ -192,7 +192,10 @@ class PassIterator(Batches):
                 passes.draw()
             if not opened.trains:
                 passes.drew(opened, 0, in_loop)
-                return batch if opened.rows is None else opened.rows(batch)
+                if opened.rows is None:
+                    return batch
+                passes.clock.data += time.perf_counter() - asked
+                return opened.rows(batch)
             passes.clock.data += time.perf_counter() - asked
             if type(batch) is Part:
                 opened.weights.append(Batch(batch.samples, batch.weight))  # type: ignore[union-attr]

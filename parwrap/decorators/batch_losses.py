@@ -19,6 +19,7 @@ from parwrap.norm.exchange import Statistics, statistics_of
 from parwrap.ranks.agreement import agree_on, home
 from parwrap.ranks.collectives import different_structures, group_for, summed
 from parwrap.ranks.group import Group, is_alone, world_size
+from parwrap.rows.tensors import collected, whole_is_open
 from parwrap.torch_private.autograd import in_backward
 
 __all__ = ["gather_with_grad", "mean_over_ranks"]
@@ -48,6 +49,8 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
     tensor([[1.],
             [2.]])
     """
+    if whole_is_open() is not None:
+        return collected(x)  # type: ignore[no-any-return]
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"parwrap.gather_with_grad() takes a tensor, not {type(x).__name__}: call it once for each tensor.")
     if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):

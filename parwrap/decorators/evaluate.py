@@ -42,6 +42,7 @@ from parwrap.ranks.collectives import gathered, group_for
 from parwrap.ranks.environment import attribute
 from parwrap.ranks.group import Group, is_alone
 from parwrap.ranks.structures import leaves
+from parwrap.rows.tensors import whole_is_open
 from parwrap.torch_private.modules import registered_buffers
 from parwrap.torch_private.tensors import version_of
 
@@ -116,7 +117,7 @@ class evaluate(ScopeDecorator):
 
         @functools.wraps(function)
         def evaluated(*args: Any, **kwargs: Any) -> Any:
-            group = None if is_alone() or trains_apart() else group_for("evaluate")
+            group = None if is_alone() or trains_apart() or whole_is_open() is not None else group_for("evaluate")
             if group is None or group.world.size == 1:
                 return merged(self._reduce, [Part(function(*args, **kwargs), [])])
             try:

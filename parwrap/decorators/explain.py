@@ -40,6 +40,7 @@ from parwrap.loop.optimizers import parameters_of
 from parwrap.places import Line, Place, call_stack, from_script, script_place
 from parwrap.rank_zero.calls import Opening
 from parwrap.ranks.group import rank, say, world_size
+from parwrap.rows.tensors import whole_is_open
 from parwrap.strategies.strategy import Loop
 from parwrap.torch_private.tensors import sparse_values, version_of
 
@@ -278,6 +279,8 @@ def _kind_of(loader: DataLoader, opened: Pass | None) -> tuple[str, str, str, st
         return "empty", "2", "there was no batch", ""
     if opened.shared:
         return "share", "2, 4", "parwrap.shard" if opened.sharded else "trains", "replicate(loader)"
+    if opened.rows is not None:
+        return "rows", "W1", "batch='whole'", "replicate(loader)"
     if is_replicated(loader):
         return "replicated", "2", "parwrap.replicate", "shard(loader)"
     return GRADIENTS_OFF * (opened.why_whole == GRADIENTS_OFF), "2", opened.why_whole, ""
@@ -393,7 +396,7 @@ class _Watcher(Interceptor):
             if not row.last:
                 return f"{passes} without a batch"
             last, idle = row.last[-1], ""
-            share = "all samples on every rank"
+            share = f"the rows of each batch on {ranks} ranks" if last.rows is not None else "all samples on every rank"
             if last.shared:
                 of = "" if last.whole is None else f" of {last.whole}"
                 share = f"each of {ranks} ranks {last.samples}{of} samples"
@@ -417,6 +420,11 @@ class _Watcher(Interceptor):
 
     def rows(self) -> list[_Row]:
         """The rows, in the order of the script's lines."""
+        if (whole := whole_is_open()) is not None:
+            for (place, name), times in whole.collections.items():
+                size = whole.collected_bytes[place, name] / 1e6
+                what = f"collected the rows of all ranks, {size:.2g} MB"
+                self._rows[place, name] = _Row(place, name, times, what, "W2", "")
         for row in self._rows.values():
             if isinstance(row, _Read):
                 row.rule = f"{row.rule}: {'; later '.join(row.whys)}"

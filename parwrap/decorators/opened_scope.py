@@ -295,7 +295,7 @@ def _prepare_training(
     divisors = Divisors(group, passes, options)
     unless_quiet: Callable[[str], None] = (lambda text: None) if silent else partial(say, level=INFO)
     totals = Totals(group.world.size, passes, unless_quiet)
-    observer = _Observer(same_step, totals)
+    observer = _Observer(same_step, totals, shows_whole=options.now.batch == "whole")
     undo.enter_context(group.observed(observer))
     loop = Loop(group, options, passes, optimizers, modules, losses, divisors, same_step, totals, unless_quiet)
     optimizers.note(each for each in there if isinstance(each, torch.optim.Optimizer))
@@ -346,6 +346,10 @@ class _Observer(Observer):
     same_step: SameStep | None = None
     totals: Totals | None = None
     files: Files | None = None
+    shows_whole: bool = False
+
+    def whole(self, x: Any) -> bool:
+        return self.shows_whole
 
     def control_message(self, kind: str) -> AbstractContextManager[Callable[[], None]]:
         return super().control_message(kind) if self.same_step is None else self.same_step.control(kind)

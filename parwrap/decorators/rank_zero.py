@@ -24,6 +24,7 @@ from parwrap.rank_zero.path_rules import every_rank_writing
 from parwrap.ranks.collectives import broadcast
 from parwrap.ranks.group import Group, alone, is_alone, local_rank, open_group, rank
 from parwrap.ranks.store import SignedStore
+from parwrap.rows.tensors import whole_is_open, whole_result
 
 __all__ = ["every_rank_writes", "rank_zero_first", "rank_zero_only"]
 
@@ -69,6 +70,8 @@ class rank_zero_only(ScopeDecorator):
     def wrapped(self, function: Any) -> Any:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            if whole_is_open() is not None and not is_alone():
+                args, kwargs = whole_result((args, kwargs))  # all ranks collect their rows
             if self._broadcast and not is_alone() and (group := _waiting_group("rank_zero_only(broadcast=True)")):
                 return _shared(group, function, args, kwargs)
             if (local_rank() if self._local else rank()) > 0:

@@ -15,6 +15,7 @@ from parwrap.ranks.agreement import agree
 from parwrap.ranks.collectives import as_sums, different_structures, group_for, summed
 from parwrap.ranks.group import Group
 from parwrap.ranks.structures import described, leaves, mapped
+from parwrap.rows.tensors import whole_is_open, whole_result
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def total(values: T, *, of: Any = None) -> T:
     """Return ``values``, computed from the last pass over a loader, for the samples that all ranks have read in it. All ranks call it.
 
     If ranks have read shares, the values of all ranks are added up. If every rank has read everything, the values are returned as they
-    are. So one line is right for a loop that trains and then validates.
+    are. So one line is right for a loop that trains and then validates. With ``batch="whole"`` they are whole already.
 
     Call it with sums over samples, such as numbers of correct answers, losses times batch sizes, and counts; divide afterwards. A loss
     after its ``backward()`` is the mean over ranks already: a mean of such losses over batches needs no total.
@@ -50,6 +51,8 @@ def total(values: T, *, of: Any = None) -> T:
     {'correct': 31, 'seen': 48}
     """
     group = group_for("total")
+    if whole_is_open() is not None:
+        values, group = whole_result(values), None
     if group is None or trains_apart():
         return summed("total", values, None)
     loop = open_loop()

@@ -208,7 +208,7 @@ def with_prints(result: Comparison, one: Recorded, several: Recorded, again: Cal
 
     Where they differ, ``again`` runs the script on one process a second time: what differs between these two is not compared.
     """
-    if result.difference is not None or result.mode != "--batch global":
+    if result.difference is not None or result.mode == "--batch per_rank":
         return
     allowed = (tolerance or (TOLERANCE_OF_HALF if one.half or several.half else TOLERANCE)) * max(result.last_step, 1)
     result.printed = compared_lines(one.printed, several.printed, result.ranks, allowed)

@@ -132,8 +132,9 @@ def verify(
                 f"{describe(plain)} has taken no step of an optimizer in one process: there is nothing to compare. Step with an optimizer "
                 "of torch.optim."
             )
-        synchronized = [sync_bn()] if one.batch_norms and not any(isinstance(each, sync_bn) for each in others) else []
         options = {"batch": "global", "seed": seed, **options}
+        asks = any(isinstance(each, sync_bn) for each in others)
+        synchronized = [sync_bn()] if one.batch_norms and not asks and options["batch"] != "whole" else []
         several = run("several", nprocs, [distributed(**options), *synchronized], one.end or [len(one.steps)])
         result = compared(one, several, nprocs, said="".join(said), tolerance=tolerance, dropout=dropout)
         result.mode = f"--batch {options['batch']}"
@@ -216,12 +217,15 @@ def _against_one(ranks: int, asked: Asked, settings: Settings, folder: Path) -> 
             "optimizer of torch.optim."
         )
     given, settings = asked.arguments, replace(settings, end=one.end or [len(one.steps)])
-    asks = hasattr(given, "sync_bn")
+    whole = getattr(given, "batch", "global") == "whole"
+    asks = hasattr(given, "sync_bn") or whole
     around = ["--batch", "global", *(["--sync-bn"] if one.batch_norms and not asks else [])]
     run = run_in_scratch(ranks, [*around, *asked.options], settings, asked.script, folder / "several")
     several = recorded_in(run.folder, run.failed)
     synchronized = one.batch_norms or asks
     result = compared(one, several, ranks, synchronized=synchronized, said=run.said, tolerance=given.tolerance, dropout=settings.dropout)
+
+    result.mode = "--batch whole" if whole else result.mode
 
     def again() -> Recorded:
         return recorded_in(run_in_scratch(1, asked.options, settings, asked.script, folder / "again").folder)
@@ -249,7 +253,7 @@ def _refuse(asked: argparse.Namespace) -> None:
         raise UsageError(f"--against {asked.against} is not possible: verify compares with one process, or with DDP by --against ddp.")
     if asked.against and getattr(asked, "batch", "per_rank") != "per_rank":
         raise UsageError("--against ddp compares the batches that each rank takes for itself, as with DDP: remove --batch global.")
-    if not asked.against and getattr(asked, "batch", "global") != "global":
+    if not asked.against and getattr(asked, "batch", "global") == "per_rank":
         raise UsageError("--batch per_rank trains on larger batches than one process, so the numbers differ: remove it.")
     chosen, able = getattr(asked, "strategy", "ddp"), [name for name, traits in STRATEGIES.items() if traits.same_weights]
     if chosen not in able:

@@ -125,7 +125,8 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
 
 
 def _unwrap(patch: Patch, wrapped: Any) -> None:
-    with suppress(wrapt.WrapperNotFoundError):  # the script has replaced it, as logging.captureWarnings does
+    # the script has replaced it, as logging.captureWarnings does, or has wrapped it once more
+    with suppress(wrapt.WrapperNotFoundError, wrapt.WrapperNotOutermostError):
         wrapt.unwrap_object(patch.owner, patch.name, wrapped)
 
 

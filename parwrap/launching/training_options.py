@@ -52,7 +52,7 @@ def _choice(text: str) -> str:
 
 SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "seed": {"type": _whole, "metavar": "N", "help": "of torch, numpy and python [rank 0's state]"},
-    "batch": {"metavar": "per-rank|global", "help": "whole batches each, or parts of each [per-rank]"},
+    "batch": {"metavar": "per-rank|global|whole", "help": "a batch for each rank, a part, or rows of one [per-rank]"},
     "uneven": {"metavar": "pad|drop|join", "help": "repeat samples, skip some, or use each once [pad]"},
     "lr": {"metavar": "keep|linear|sqrt", "help": "scale learning rates by number of ranks [keep]"},
     "loss": {"metavar": "mean|sum", "help": "how the loss combines a batch's samples [mean]"},

@@ -102,7 +102,7 @@ def reduce_mean(x: Any) -> Any:
 
 
 def gather(x: T) -> list[T]:
-    """Every rank's ``x``, as a list in the order of ranks, on every rank.
+    """Every rank's ``x``, as a list in the order of ranks, on every rank. With ``batch="whole"`` each has all: a list with ``x`` alone.
 
     Args:
         x: anything that pickles; tensors may differ in shape between ranks and arrive detached, on this rank's device.
@@ -114,6 +114,8 @@ def gather(x: T) -> list[T]:
     ['here']
     """
     group = group_for("gather")
+    if group is not None and group.observer.whole(x):
+        return [mapped(x, _detached)]
     everyones = gathered(x, group)
     if group is not None:
         group.observer.summed(lambda: False)

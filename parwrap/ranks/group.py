@@ -64,6 +64,10 @@ class Observer:
         """The context manager in which a control message is sent; see :meth:`Group.control_message`."""
         return nullcontext(lambda: None)
 
+    def whole(self, x: Any) -> bool:
+        """Whether ``x`` is whole on each rank already, so that there is nothing to gather."""
+        return False
+
     def after_barrier(self) -> None:
         """Called after each barrier: this rank may see the files of the other ranks."""
 

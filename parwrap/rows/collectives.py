@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from parwrap.errors import UsageError
+from parwrap.places import script_place
+from parwrap.ranks.group import alone_now, is_alone
 from parwrap.ranks.shared_vectors import Messages
 from parwrap.rows.layout import Layout
 
@@ -35,6 +38,14 @@ class Collectives:
         self._messages, self.rank, self.size, self.sent = messages, rank, size, 0
         self._device = device
 
+    def _sends(self) -> None:
+        if alone_now and is_alone():
+            raise UsageError(
+                f"{script_place()} needs rows of other ranks in code that only one rank runs now. Compute it before, and pass it as an "
+                "argument: all ranks collect the rows among the arguments of a function under @parwrap.rank_zero_only."
+            )
+        self.sent += 1
+
     def mean(self, numbers: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, differentiable."""
         return _Mean.apply(numbers, self)  # type: ignore[no-any-return]
@@ -47,7 +58,7 @@ class Collectives:
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of the tensors ``numbers``, which no rank changes."""
-        self.sent += 1
+        self._sends()
         flat = numbers.detach().reshape(-1)
         if flat.is_complex():
             return torch.view_as_complex(self.summed(torch.view_as_real(numbers.detach().contiguous())))
@@ -59,12 +70,12 @@ class Collectives:
 
     def total(self, number: float) -> float:
         """The sum over ranks of a number."""
-        self.sent += 1
+        self._sends()
         return self._messages.total("the sum of rows over ranks", number, self._device)
 
     def parts(self, local: torch.Tensor, per_rank: list[int]) -> list[torch.Tensor]:
         """The tensors of all ranks, of which each has ``per_rank`` rows and all have the same other sizes. They travel as bytes."""
-        self.sent += 1
+        self._sends()
         shape, top = local.shape[1:], max(per_rank)
         row = local.dtype.itemsize * shape.numel()
         length = -(-row * top // 8)

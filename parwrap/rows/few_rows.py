@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from parwrap.rows.tensors import Whole
+from parwrap.rows.tensors import Whole, nodes
 
 __all__ = ["KEEPS", "Answers", "Few", "answers", "exchanged_hooks"]
 
@@ -24,12 +25,13 @@ class Answers(NamedTuple):
 
     Attributes:
         whole: the leaves of its answer to all of a few rows.
-        first: to all but the last.
-        second: to the last.
+        first: to the first of them.
+        second: to the others.
         structure: how the answer is built.
         sizes: the numbers of rows in both parts.
         draws: whether it draws random numbers.
         left: for each call, what it leaves in the module's buffers and attributes.
+        gradients: for each call, the gradients of the sum of its rows, and of its numbers; empty if all functions in it are torch's.
         hooks_whole: what the script's hooks on the module and those inside would get, call by call; likewise for both parts.
     """
 
@@ -40,6 +42,7 @@ class Answers(NamedTuple):
     sizes: tuple[int, int]
     draws: bool
     left: list[list[Any]]
+    gradients: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     hooks_whole: list[list[Any]]
     hooks_first: list[list[Any]]
     hooks_second: list[list[Any]]
@@ -68,12 +71,14 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
     rows = next(each.rows.shape[each.dim] for each in few if isinstance(each, Few))
     if rows < 2:
         return "it has one row only"
-    spans = [(0, rows), (0, rows - 1), (rows - 1, rows)]
+    first = rows // 2 + (rows > 2)  # parts of different sizes, if there can be
+    spans = [(0, rows), (0, first), (first, rows)]
+    gradients: list[Any] = []
     found, hooks, lefts, quiet = list[Any](), list[list[Any]](), list[list[Any]](), _Quiet()
     count = whole.counting = _Counts()
     whole.inside += 1
     try:
-        with torch.no_grad(), whole.draws_kept(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with whole.draws_kept(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for start, stop in spans:
                 count.begin(stop - start)
@@ -82,6 +87,7 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
                 args, kwargs = (cut, {}) if structure is None else pytree.tree_unflatten(cut, structure)
                 with whole.draws_kept(), _unchanged(module) as left, quiet, exchanged_hooks(module, lambda hook: _recorder(seen)):  # noqa: B023
                     answer = run(*args, **kwargs)
+                    gradients.append(_gradients(module, answer))
                     found.append(pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, lambda each: each.detach().clone(), answer)))
                 lefts.append(left)
                 hooks.append(seen)
@@ -96,7 +102,7 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
     leaves = [leaves for leaves, _ in found]
     if len({len(each) for each in lefts}) > 1:
         return KEEPS
-    return Answers(*leaves, structures[0], (rows - 1, 1), quiet.drew, lefts, *hooks)
+    return Answers(*leaves, structures[0], (first, rows - first), quiet.drew, lefts, gradients if all(gradients) else [], *hooks)
 
 
 @contextlib.contextmanager
@@ -116,6 +122,26 @@ def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable], Callable])
         for hooks, key, hook in before:
             if key in hooks:
                 hooks[key] = hook
+
+
+def _gradients(module: nn.Module, answer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """The gradients of the parameters for the sum of the rows in ``answer``, and for that of its numbers; ``None`` if no function in it has a
+    backward of its own."""
+    leaves = [each for each in pytree.tree_leaves(answer) if isinstance(each, torch.Tensor) and each.requires_grad]
+    if not leaves or not any(map(_is_of_script, nodes(leaves))):
+        return None
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    found = []
+    for wanted in (True, False):
+        of_kind = [each.sum() for each in leaves if bool(each.ndim) == wanted]
+        grads = torch.autograd.grad(of_kind, parameters, retain_graph=True, allow_unused=True) if of_kind else ()
+        found.append([each for each in grads if each is not None])
+    return found[0], found[1]
+
+
+def _is_of_script(node: Any) -> bool:
+    """Whether ``node`` is a ``torch.autograd.Function`` that is not torch's."""
+    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith("torch.")  # type: ignore[attr-defined]
 
 
 def _copied(leaf: Any) -> Any:
@@ -159,6 +185,7 @@ def _unchanged(module: nn.Module) -> Iterator[list[Any]]:
         a list that gets what the block has left in them.
     """
     held, left = [], list[Any]()
+    versions = [(p, p._version) for p in module.parameters() if not p.is_inference()]
     for each in module.modules():
         attributes = dict(vars(each))
         contents = {name: _copy_of(value) for name, value in attributes.items() if isinstance(value, (list, dict, set, deque))}
@@ -167,6 +194,7 @@ def _unchanged(module: nn.Module) -> Iterator[list[Any]]:
     try:
         yield left
     finally:
+        left += [object() for p, version in versions if p._version != version]
         for each, attributes, contents, values in held:
             left += [value for name, value in vars(each).items() if attributes.get(name, left) is not value]
             for name, content in contents.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from parwrap.places import script_place, warn
 from parwrap.rows.few_rows import KEEPS, Answers, Few, answers, exchanged_hooks
 from parwrap.rows.layout import Layout
 from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, plain
+from parwrap.torch_private.autograd import current_transform
 from parwrap.torch_private.modules import ORIGINAL_MODULE
 
 __all__ = ["ModuleCalls", "Part", "part_of_answers"]
@@ -29,8 +31,11 @@ SINGLE = (torch.Tensor, int, float, str, type(None))
 
 OTHER_SIZE = "its answer has another size than rows give"
 
-FEW = 3
+FEW = 8
 """The number of rows on which a module is tried."""
+
+AGAIN = 64
+"""A module is tried again at its 2nd, 4th, 8th ... call of a kind, up to this one: what it does may hang on numbers."""
 
 
 class Part(NamedTuple):
@@ -53,9 +58,10 @@ class Part(NamedTuple):
         if self.kind == "same":
             return local
         if self.kind == "mean":
-            return as_partial(local if layout.weight == 1.0 else local * layout.weight)
+            return as_partial(local.as_subclass(torch.Tensor) if layout.weight == 1.0 else local * layout.weight)
         if self.kind == "sum":
             return as_partial(local * len(layout.per_rank))
+        local = local.as_subclass(torch.Tensor)  # the module, or autograd, may hold the tensor itself
         if local.ndim <= self.dim or local.shape[self.dim] != layout.mine * self.factor * self.copies:
             return None
         return as_rows(local, layout.times(self.factor).repeated(self.copies), self.dim)
@@ -102,7 +108,8 @@ class ModuleCalls:
             whole.calling = before
         found = cuts.whole(answer, layout)
         if found is None:
-            self._known[module] = dict.fromkeys(self._known[module], OTHER_SIZE)
+            for known in self._known[module].values():
+                known.cuts = OTHER_SIZE
             return self._run_whole(module, leaves, structure, original, OTHER_SIZE)
         return found[0]
 
@@ -123,7 +130,7 @@ class ModuleCalls:
                 if layout is not None and each._layout is not layout and each._layout != layout:
                     return "its arguments have rows of different batches"
                 layout = each._layout
-        if layout is None or 0 in layout.per_rank:
+        if layout is None or 0 in layout.per_rank or current_transform() is not None:
             return ""
         kinds = tuple([_kind(each, layout.n) for each in leaves])
         kind = (module.training, structure, kinds, torch.is_autocast_enabled())
@@ -136,8 +143,11 @@ class ModuleCalls:
         if found is None:
             if any(nn.parameter.is_lazy(each) for each in module.parameters()):
                 return ""
-            found = known[kind] = self._tried(module, leaves, structure, layout, original)
-        return found
+            found = known[kind] = _Known(self._tried(module, leaves, structure, layout, original))
+        found.calls += 1
+        if found.calls > 1 and found.calls <= AGAIN and not found.calls & (found.calls - 1) and not isinstance(found.cuts, str):
+            found.cuts = self._tried(module, leaves, structure, layout, original)
+        return found.cuts
 
     def _tried(self, module: nn.Module, leaves: list[Any], structure: Any, layout: Layout, original: Callable[..., Any]) -> Cuts | str:
         """Find where rows are in the answer of ``module``; or why it must be called on the whole batch."""
@@ -159,6 +169,19 @@ class ModuleCalls:
                 continue
             return Cuts(frozenset(cut_too), parts[0], parts[1], found.structure, found.draws)
         return why
+
+
+@dataclass
+class _Known:
+    """What is known of a module and a kind of its calls.
+
+    Attributes:
+        cuts: how it is called on rows; or why it is called on the whole batch.
+        calls: the number of its calls.
+    """
+
+    cuts: Cuts | str
+    calls: int = 0
 
 
 class Cuts(NamedTuple):
@@ -209,7 +232,7 @@ class Cuts(NamedTuple):
             def run(*args: Any, **kwargs: Any) -> Any:
                 parts, (leaves, structure) = next(calls, ()), pytree.tree_flatten(args[1:])
                 shown = [
-                    part.of(each.view_as(each), layout) if isinstance(each, torch.Tensor) and part.kind != "same" else each
+                    part.of(each, layout) if isinstance(each, torch.Tensor) and part.kind != "same" else each
                     for part, each in zip(parts, leaves, strict=False)
                 ]
                 given = (
@@ -251,18 +274,23 @@ def _kind(leaf: Any, rows: int) -> Any:
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
 
 
+def _few_of_each(layout: Layout) -> list[int]:
+    """How many rows of each rank a module is tried on."""
+    each = -(-FEW // len(layout.per_rank))
+    return [min(each, rows) for rows in layout.per_rank]
+
+
 def _few(leaf: Any, whole: Whole, layout: Layout, cut_too: bool) -> Any:
     """The first rows of ``leaf``, on every rank, as a tuple with the dimension of the rows; anything else as it is."""
     if isinstance(leaf, Rows):
         with LOCAL(), torch.no_grad():
-            dim, counts = leaf._dim, [min(FEW, each) for each in layout.per_rank]
-            mine = plain(leaf).detach().movedim(dim, 0)[:FEW]
-            rows = torch.cat(whole.between.parts(mine.contiguous(), counts))[:FEW].movedim(0, dim)
-            return Few(rows, dim)
+            dim, counts = leaf._dim, _few_of_each(layout)
+            mine = plain(leaf).detach().movedim(dim, 0)[: counts[layout.rank]]
+            return Few(torch.cat(whole.between.parts(mine.contiguous(), counts)).movedim(0, dim), dim)
     if cut_too:
-        counts = [min(FEW, each) for each in layout.per_rank]
+        counts = _few_of_each(layout)
         starts = [sum(layout.per_rank[:rank]) for rank in range(len(counts))]
-        return Few(torch.cat([leaf.detach()[start : start + count] for start, count in zip(starts, counts, strict=True)])[:FEW], 0)
+        return Few(torch.cat([leaf.detach()[start : start + count] for start, count in zip(starts, counts, strict=True)]), 0)
     return collected(leaf).detach() if isinstance(leaf, Partial) else leaf
 
 
@@ -276,10 +304,22 @@ def part_of_answers(found: Answers) -> tuple[list[Part], list[list[Part]]] | str
         parts.append(part)
     if any(_part(*leaves, found.sizes) != Part("same") for leaves in zip(*found.left, strict=True)):
         return KEEPS
+    if found.gradients and not _adds_up(parts, found):
+        return "the backward of a torch.autograd.Function in it looks at other rows"
     of_hooks = []
     for calls in zip(found.hooks_whole, found.hooks_first, found.hooks_second, strict=True):
         of_hooks.append([_part(*leaves, found.sizes) or Part("same") for leaves in zip(*calls, strict=False)])
     return parts, of_hooks
+
+
+def _adds_up(parts: list[Part], found: Answers) -> bool:
+    """Whether the gradients of the parts add up to that of the whole."""
+    rows, numbers = ([each[kind] for each in found.gradients] for kind in (0, 1))
+    if any(part.kind == "sum" for part in parts):
+        return False
+    a, b = (size / sum(found.sizes) for size in found.sizes)
+    added = all(_close(whole, first + second) for whole, first, second in zip(*rows, strict=True))
+    return added and all(_close(whole, first * a + second * b) for whole, first, second in zip(*numbers, strict=True))
 
 
 def _part(whole: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Part | None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from parwrap.torch_private.autograd import outside_of_transforms
 __all__ = [
     "LOCAL",
     "NOT_BY_ROWS",
-    "OfBatch",
     "Borrowed",
+    "OfBatch",
     "Partial",
     "Rows",
     "Whole",
@@ -36,6 +36,7 @@ __all__ = [
     "collected",
     "current",
     "handlers",
+    "is_rows",
     "open_whole",
     "plain",
     "run_collected",
@@ -211,6 +212,15 @@ def version(tensor: torch.Tensor) -> int:
 _never = itertools.count(-1, -1)
 
 
+def is_rows(x: Any) -> bool:
+    """Whether ``x`` is a tensor of a whole batch (``batch="whole"``), of which this rank holds some rows or a part of a mean.
+
+    >>> is_rows(torch.zeros(2))
+    False
+    """
+    return isinstance(x, OfBatch)
+
+
 def whole_result(result: Any) -> Any:
     """``result`` with its rows collected, for a caller outside of the scope."""
     return pytree.tree_map_only(OfBatch, collected, result)
@@ -316,6 +326,18 @@ def _write_back(target: torch.Tensor, changed: torch.Tensor) -> None:
             plain(target).copy_(mine)
     if isinstance(target, Rows):
         target._whole = (changed, version(target)) if not target.requires_grad else None
+
+
+def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph behind ``tensors``."""
+    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        yield (node := waiting.pop())
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 def named(text: str) -> tuple[str, ...]:

@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed
-from parwrap.rows import table as _table  # noqa: F401  (fills the table of handlers)
 from parwrap.rows.losses import CRITERION, divisor_of, whole_divisor
 from parwrap.rows.modules import ModuleCalls
-from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_rows, collected, open_whole, plain
+from parwrap.rows.table import leaf
+from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, open_whole, plain
 from parwrap.torch_private.autograd import current_transform, in_backward
+from parwrap.torch_private.jit import scripted_as
 
 __all__ = ["WholeBatch"]
 
@@ -44,8 +45,16 @@ class WholeBatch(Interceptor):
         """Install what no method of ``Interceptor`` covers, inside the block."""
         stack = ExitStack()
         stack.enter_context(open_whole(self.whole))
-        stack.enter_context(installed(self._patches()))
+        patches = list(self._patches())
+        originals = [getattr(each.owner, each.name) for each in patches]
+        stack.enter_context(installed(patches))
+        for each, original in zip(patches, originals, strict=True):
+            stack.enter_context(scripted_as(original, getattr(each.owner, each.name)))
+        stack.callback(self._closed)
         return stack
+
+    def _closed(self) -> None:
+        self.whole.layout = None
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` on this rank's part: the mean over ranks of its gradients is that of one process."""
@@ -90,12 +99,13 @@ class WholeBatch(Interceptor):
             yield Patch(owner, name, self._criterion)
         for name in ("randn", "rand", "randint"):
             yield Patch(torch, name, self._drawn)
-        for name in ("tensor", "as_tensor", "asarray"):
-            yield Patch(torch, name, _on_whole)
+        for owner, names in KNOW_NO_SUBCLASS:
+            for name in names:
+                yield Patch(owner, name, _on_whole)
+        yield Patch(torch.autograd.Variable, "__new__", _variable)
         yield Patch(torch, "compile", self._compile)
         yield Patch(torch.autograd, "grad", self._grad)
         yield Patch(torch.autograd.Function, "apply", self._apply)
-        yield Patch(nn.Parameter, "__new__", _on_whole)
         for owner, name in (
             *((transforms, name) for name in ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")),
             (apis, "vmap_impl"),
@@ -201,6 +211,24 @@ def _by_rows(compiled: Callable, function: Callable) -> Callable:
         return (function if takes_rows else compiled)(*args, **kwargs)
 
     return run
+
+
+def _variable(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """``Variable(x)`` of old scripts, which is ``x`` itself."""
+    made, of = wrapped(*args, **kwargs), args[1] if len(args) > 1 else kwargs.get("data")
+    if isinstance(of, Rows):
+        return leaf(as_rows(made, of._layout, of._dim))
+    return as_partial(made) if isinstance(of, Partial) else made
+
+
+KNOW_NO_SUBCLASS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, ("tensor", "as_tensor", "asarray", "scalar_tensor", "to_dlpack")),
+    (torch.utils.dlpack, ("to_dlpack",)),
+    (torch.Tensor, ("new_tensor", "new")),
+    (nn.Parameter, ("__new__",)),
+    (torch.jit.ScriptFunction, ("__call__",)),
+)
+"""Functions of torch that would take rows for the plain tensor of this rank."""
 
 
 def _on_whole(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
