@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from parwrap.rows.tensors import Whole, nodes
+from parwrap.rows.tensors import Whole
+from parwrap.torch_private.functions import forward_hooks, pytree
+from parwrap.torch_private.modules import registered_buffers
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["KEEPS", "Answers", "Few", "answers", "exchanged_hooks"]
 
@@ -73,24 +74,34 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
         return "it has one row only"
     first = rows // 2 + (rows > 2)  # parts of different sizes, if there can be
     spans = [(0, rows), (0, first), (first, rows)]
-    gradients: list[Any] = []
+    gradients: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     found, hooks, lefts, quiet = list[Any](), list[list[Any]](), list[list[Any]](), _Quiet()
     count = whole.counting = _Counts()
     whole.inside += 1
     try:
         with whole.draws_kept(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for start, stop in spans:
-                count.begin(stop - start)
-                seen: list[Any] = []
-                cut = [each.rows.narrow(each.dim, start, stop - start).clone() if isinstance(each, Few) else _copied(each) for each in few]
-                args, kwargs = (cut, {}) if structure is None else pytree.tree_unflatten(cut, structure)
-                with whole.draws_kept(), _unchanged(module) as left, quiet, exchanged_hooks(module, lambda hook: _recorder(seen)):  # noqa: B023
-                    answer = run(*args, **kwargs)
-                    gradients.append(_gradients(module, answer))
-                    found.append(pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, lambda each: each.detach().clone(), answer)))
-                lefts.append(left)
-                hooks.append(seen)
+            for differentiates in (False, True):
+                if differentiates and not (count.own_backward and torch.is_grad_enabled()):
+                    break
+                for start, stop in spans:
+                    count.begin(stop - start)
+                    seen: list[Any] = []
+                    cut = [
+                        each.rows.narrow(each.dim, start, stop - start).clone() if isinstance(each, Few) else _copied(each) for each in few
+                    ]
+                    args, kwargs = (cut, {}) if structure is None else pytree.tree_unflatten(cut, structure)
+                    watched = exchanged_hooks(module, lambda hook, kind: _recorder(seen))  # noqa: B023
+                    grads = torch.enable_grad() if differentiates else torch.no_grad()
+                    with grads, whole.draws_kept(), _unchanged(module) as left, quiet, watched:
+                        answer = run(*args, **kwargs)
+                        if differentiates:
+                            gradients.append(_gradients(module, answer))
+                            continue
+                        found.append(pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, lambda each: each.detach().clone(), answer)))
+                    lefts.append(left)
+                    hooks.append(seen)
+                count.calls = -1
     except Exception as error:
         return f"it does not run on a few rows ({type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''})"
     finally:
@@ -102,34 +113,34 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
     leaves = [leaves for leaves, _ in found]
     if len({len(each) for each in lefts}) > 1:
         return KEEPS
-    return Answers(*leaves, structures[0], (first, rows - first), quiet.drew, lefts, gradients if all(gradients) else [], *hooks)
+    return Answers(*leaves, structures[0], (first, rows - first), quiet.drew, lefts, gradients, *hooks)
 
 
 @contextlib.contextmanager
-def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable], Callable]) -> Iterator[int]:
-    """Inside the block, the script's forward hooks on ``module`` and those inside are replaced by what ``exchange`` makes of them."""
-    before: list[tuple[dict, Any, Any]] = []
+def exchanged_hooks(module: nn.Module, exchange: Callable[[Callable, str], Callable]) -> Iterator[int]:
+    """Inside the block, the script's forward hooks on ``module`` and those inside are replaced by what ``exchange`` makes of them.
+
+    It gets the hook, and ``"after"`` for one that gets the answer too, ``"before"`` for any other.
+    """
+    before: list[tuple[dict, Any, Any, str]] = []
     for each in module.modules():
-        for hooks in (each._forward_hooks, each._forward_pre_hooks):
+        for hooks, kind in zip(forward_hooks(each), ("after", "before"), strict=True):
             for key, hook in hooks.items():
                 if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
-                    before.append((hooks, key, hook))
+                    before.append((hooks, key, hook, kind))
     try:
-        for hooks, key, hook in before:
-            hooks[key] = exchange(hook)
+        for hooks, key, hook, kind in before:
+            hooks[key] = exchange(hook, kind)
         yield len(before)
     finally:
-        for hooks, key, hook in before:
+        for hooks, key, hook, _ in before:
             if key in hooks:
                 hooks[key] = hook
 
 
-def _gradients(module: nn.Module, answer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """The gradients of the parameters for the sum of the rows in ``answer``, and for that of its numbers; ``None`` if no function in it has a
-    backward of its own."""
+def _gradients(module: nn.Module, answer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of the parameters for the sum of the rows in ``answer``, and for that of its numbers."""
     leaves = [each for each in pytree.tree_leaves(answer) if isinstance(each, torch.Tensor) and each.requires_grad]
-    if not leaves or not any(map(_is_of_script, nodes(leaves))):
-        return None
     parameters = [each for each in module.parameters() if each.requires_grad]
     found = []
     for wanted in (True, False):
@@ -137,11 +148,6 @@ def _gradients(module: nn.Module, answer: Any) -> tuple[list[torch.Tensor], list
         grads = torch.autograd.grad(of_kind, parameters, retain_graph=True, allow_unused=True) if of_kind else ()
         found.append([each for each in grads if each is not None])
     return found[0], found[1]
-
-
-def _is_of_script(node: Any) -> bool:
-    """Whether ``node`` is a ``torch.autograd.Function`` that is not torch's."""
-    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith("torch.")  # type: ignore[attr-defined]
 
 
 def _copied(leaf: Any) -> Any:
@@ -156,20 +162,28 @@ def _recorder(seen: list[list[Any]]) -> Callable:
 
 
 class _Counts:
-    """The divisors of the cross entropies in the call on all rows, for those in the calls on parts."""
+    """The divisors of the cross entropies in the call on all rows, for those in the calls on parts.
+
+    Attributes:
+        calls: the number of calls that have ended.
+        own_backward: whether a ``torch.autograd.Function`` of the script runs inside.
+    """
+
+    own_backward = False
 
     def __init__(self) -> None:
         self._divisors: list[float] = []
-        self._calls, self._rows, self._all = -1, 0, 0
+        self.calls, self._rows, self._all = -1, 0, 0
         self._at = 0
 
     def begin(self, rows: int) -> None:
-        self._calls, self._rows, self._at = self._calls + 1, rows, 0
+        self.calls, self._rows, self._at = self.calls + 1, rows, 0
+        self._divisors = self._divisors if self.calls else []
         self._all = self._all or rows
 
     def factor(self, divisor: float) -> float:
         """By what a mean that was divided by ``divisor`` is multiplied, so that the mean over parts is that of all rows."""
-        if not self._calls:
+        if not self.calls:
             self._divisors.append(divisor)
             return 1.0
         whole = self._divisors[self._at] if self._at < len(self._divisors) else divisor
@@ -185,7 +199,7 @@ def _unchanged(module: nn.Module) -> Iterator[list[Any]]:
         a list that gets what the block has left in them.
     """
     held, left = [], list[Any]()
-    versions = [(p, p._version) for p in module.parameters() if not p.is_inference()]
+    versions = [(p, version_of(p)) for p in module.parameters() if not p.is_inference()]
     for each in module.modules():
         attributes = dict(vars(each))
         contents = {name: _copy_of(value) for name, value in attributes.items() if isinstance(value, (list, dict, set, deque))}
@@ -194,14 +208,14 @@ def _unchanged(module: nn.Module) -> Iterator[list[Any]]:
     try:
         yield left
     finally:
-        left += [object() for p, version in versions if p._version != version]
+        left += [object() for p, version in versions if version_of(p) != version]
         for each, attributes, contents, values in held:
             left += [value for name, value in vars(each).items() if attributes.get(name, left) is not value]
             for name, content in contents.items():
                 now = attributes[name]
                 if name not in TORCHS and _differs(now, content):
                     left += pytree.tree_leaves(list(now.values()) if isinstance(now, dict) else list(now))
-                elif name == "_buffers":
+                elif attributes[name] is registered_buffers(each):
                     left += [tensor for key, tensor in now.items() if content.get(key) is not tensor]
             vars(each).clear()
             vars(each).update(attributes)
@@ -219,7 +233,7 @@ TORCHS = frozenset(vars(nn.Module()))
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     """The buffers of ``module``, and the tensors among its attributes."""
-    return [each for each in (*module._buffers.values(), *vars(module).values()) if type(each) is torch.Tensor]
+    return [each for each in (*registered_buffers(module).values(), *vars(module).values()) if type(each) is torch.Tensor]
 
 
 def _differs(now: Any, before: Any) -> bool:
@@ -264,15 +278,15 @@ class _Quiet(TorchFunctionMode):
         if name in MAKES:
             self.drew = True
             kwargs.pop("generator", None)
-            return getattr(torch, "full_like" if name.endswith("_like") else "full")(*_sizes(name, args), MAKES[name], **kwargs)
+            return getattr(torch, "full_like" if name.endswith("like") else "full")(*_sizes(name, args), MAKES[name], **kwargs)
         if name == "randint" or name == "randint_like":
             self.drew = True
             kwargs.pop("generator", None)
-            given = args[1:] if name.endswith("_like") else args
+            given = args[1:] if name.endswith("like") else args
             bounds = [each for each in given if isinstance(each, int)] or [kwargs.pop("high", 2)]
             kwargs.pop("low", None), kwargs.pop("high", None)
             value = sum(bounds[:2]) // 2 if len(bounds) > 1 else bounds[0] // 2
-            if name.endswith("_like"):
+            if name.endswith("like"):
                 return torch.full_like(args[0], value, **kwargs)
             size = next((each for each in args if isinstance(each, (tuple, list))), kwargs.pop("size", ()))
             return torch.full(tuple(size), value, **{"dtype": torch.int64, **kwargs})
@@ -315,7 +329,7 @@ class _Quiet(TorchFunctionMode):
 
 
 def _sizes(name: str, args: tuple) -> tuple:
-    if name.endswith("_like"):
+    if name.endswith("like"):
         return (args[0],)
     return (tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args,)
 

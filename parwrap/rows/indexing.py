@@ -36,21 +36,21 @@ def _has_tensors(index: Any) -> bool:
 def _looked_up(func: Any, table: Tensor, index: Any) -> Any:
     """A row of a plain ``table`` for each row of ``index``; or the numbers of a plain tensor where a mask of rows is true."""
     if isinstance(index, Rows) and index.dtype != torch.bool:
-        return as_rows(func(collected(table), plain(index)), index._layout, index._dim)
-    if isinstance(index, Rows) and index._dim == 0 and table.shape[0] == index._layout.n and type(table) is Tensor:
-        return _masked(as_rows(index._layout.own(table).clone(), index._layout), index)  # type: ignore[arg-type]
+        return as_rows(func(collected(table), plain(index)), index.row_layout, index.row_dim)
+    if isinstance(index, Rows) and index.row_dim == 0 and table.shape[0] == index.row_layout.n and type(table) is Tensor:
+        return _masked(as_rows(index.row_layout.own(table).clone(), index.row_layout), index)  # type: ignore[arg-type]
     return NOT_BY_ROWS
 
 
 def _masked(x: Rows, mask: Tensor) -> Any:
-    if x._dim != 0 or len(x._layout.segments) > 1:
+    if x.row_dim != 0 or len(x.row_layout.segments) > 1:
         return NOT_BY_ROWS
     if isinstance(mask, Rows):
-        if mask._dim != 0 or mask._layout != x._layout:
+        if mask.row_dim != 0 or mask.row_layout != x.row_layout:
             return NOT_BY_ROWS
         local = plain(mask)
-    elif mask.ndim and mask.shape[0] == x._layout.n:
-        local = x._layout.own(mask)
+    elif mask.ndim and mask.shape[0] == x.row_layout.n:
+        local = x.row_layout.own(mask)
     else:
         return NOT_BY_ROWS
     found = plain(x)[local]
@@ -61,7 +61,9 @@ def _masked(x: Rows, mask: Tensor) -> Any:
 
 def _picked(x: Rows, index: Any) -> Any:
     """``x[torch.arange(len(x)), y]``: a number of each row; ``None`` for other indices."""
-    if not (isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], Tensor) and x._dim == 0 and len(x._layout.segments) == 1):
+    if not (
+        isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], Tensor) and x.row_dim == 0 and len(x.row_layout.segments) == 1
+    ):
         return None
     every, pick = index
     if isinstance(every, (range, list)):
@@ -70,18 +72,18 @@ def _picked(x: Rows, index: Any) -> Any:
         return None
     if isinstance(every, Rows):
         every = collected(every)
-    n = x._layout.n
+    n = x.row_layout.n
     if every.shape[0] != n or not torch.equal(every.cpu(), torch.arange(n)):
         return None
     if isinstance(pick, Rows):
-        if pick._layout != x._layout:
+        if pick.row_layout != x.row_layout:
             return None
         mine = plain(pick)
     elif pick.shape[0] == n:
-        mine = x._layout.own(pick)
+        mine = x.row_layout.own(pick)
     else:
         return None
-    return as_rows(plain(x)[torch.arange(x._layout.mine, device=x.device), mine], x._layout, 0)
+    return as_rows(plain(x)[torch.arange(x.row_layout.mine, device=x.device), mine], x.row_layout, 0)
 
 
 def _local_index(x: Rows, index: Any) -> tuple[tuple, Layout, int] | None:
@@ -101,13 +103,13 @@ def _local_index(x: Rows, index: Any) -> tuple[tuple, Layout, int] | None:
     if Ellipsis not in [each for each in parts if not isinstance(each, (Tensor, list))]:
         full += [slice(None)] * (x.ndim - used)
     at = out = 0
-    dim, layout, local = -1, x._layout, list[Any]()
+    dim, layout, local = -1, x.row_layout, list[Any]()
     for each in full:
         if each is None:
             local.append(None)
             out += 1
             continue
-        if at == x._dim:
+        if at == x.row_dim:
             if not isinstance(each, slice) or each.step not in (None, 1) or any(isinstance(end, Tensor) for end in (each.start, each.stop)):
                 return None
             start, stop, _ = each.indices(layout.n)
@@ -130,20 +132,25 @@ def set_item(func: Any, x: Tensor, index: Any, value: Any) -> Any:
     if not isinstance(x, Rows):
         return NOT_BY_ROWS
     if isinstance(index, Tensor) and index.dtype == torch.bool:
-        if not isinstance(index, Rows) and index.ndim and x._dim == 0 and index.shape[0] == x._layout.n:
-            index = as_rows(x._layout.own(index).clone(), x._layout)
-        if not isinstance(index, Rows) or index._dim != x._dim or index._layout != x._layout or (isinstance(value, Tensor) and value.ndim):
+        if not isinstance(index, Rows) and index.ndim and x.row_dim == 0 and index.shape[0] == x.row_layout.n:
+            index = as_rows(x.row_layout.own(index).clone(), x.row_layout)
+        if (
+            not isinstance(index, Rows)
+            or index.row_dim != x.row_dim
+            or index.row_layout != x.row_layout
+            or (isinstance(value, Tensor) and value.ndim)
+        ):
             return NOT_BY_ROWS
         func(plain(x), plain(index), collected(value))
         return None
     found = _local_index(x, index)
-    if found is None or found[1] != x._layout:
+    if found is None or found[1] != x.row_layout:
         return NOT_BY_ROWS
     local, layout, dim = found
     if isinstance(value, Tensor) and value.ndim:
         part = plain(x)[local]
         if isinstance(value, Rows):
-            if value._layout != layout or value._dim - value.ndim != dim - part.ndim:
+            if value.row_layout != layout or value.row_dim - value.ndim != dim - part.ndim:
                 return NOT_BY_ROWS
         else:
             value, here = collected(value), dim - part.ndim

@@ -27,30 +27,30 @@ def loss(func: Any, args: tuple, kwargs: dict) -> Any:
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return NOT_BY_ROWS
     x = next((each for each in given.values() if isinstance(each, Rows)), None)
-    if x is None or (x._dim != 0 and func.__name__ not in ALONE):
+    if x is None or (x.row_dim != 0 and func.__name__ not in ALONE):
         return NOT_BY_ROWS
     for name, each in given.items():
         if isinstance(each, Rows):
-            if each._layout != x._layout or each._dim - each.ndim != x._dim - x.ndim:
-                if not (each._dim == 0 == x._dim and each._layout == x._layout and func.__name__ not in ALONE):
+            if each.row_layout != x.row_layout or each.row_dim - each.ndim != x.row_dim - x.ndim:
+                if not (each.row_dim == 0 == x.row_dim and each.row_layout == x.row_layout and func.__name__ not in ALONE):
                     return NOT_BY_ROWS
             given[name] = plain(each)
         elif isinstance(each, Tensor):
-            whole, here = collected(each), x._dim - x.ndim
+            whole, here = collected(each), x.row_dim - x.ndim
             if whole.ndim >= -here and whole.shape[here] != 1:
-                if whole.shape[here] != x._layout.n or (whole.ndim != x.ndim and func.__name__ not in ALONE):
+                if whole.shape[here] != x.row_layout.n or (whole.ndim != x.ndim and func.__name__ not in ALONE):
                     return NOT_BY_ROWS
-                whole = x._layout.own(whole, whole.ndim + here)
+                whole = x.row_layout.own(whole, whole.ndim + here)
             given[name] = whole
     reduction = given.get("reduction", "mean")
-    if not x._layout.mine and reduction != "none":
+    if not x.row_layout.mine and reduction != "none":
         given["reduction"] = "sum"
     result = func(**given)
     if reduction == "none":
-        return as_rows(result, x._layout, x._dim if result.ndim == x.ndim else 0)
+        return as_rows(result, x.row_layout, x.row_dim if result.ndim == x.ndim else 0)
     if reduction == "sum":
         return as_partial(result * current().between.size)
-    return as_partial(result if x._layout.weight == 1.0 or not x._layout.mine else result * x._layout.weight)
+    return as_partial(result if x.row_layout.weight == 1.0 or not x.row_layout.mine else result * x.row_layout.weight)
 
 
 ALONE = frozenset(
@@ -71,14 +71,14 @@ def cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return NOT_BY_ROWS
     x, target = given["input"], given["target"]
-    if not isinstance(x, Rows) or x._dim != 0 or isinstance(target, Partial) or x.ndim < 2:
+    if not isinstance(x, Rows) or x.row_dim != 0 or isinstance(target, Partial) or x.ndim < 2:
         return NOT_BY_ROWS
     if isinstance(target, Rows):
-        if target._layout != x._layout or target._dim != 0:
+        if target.row_layout != x.row_layout or target.row_dim != 0:
             return NOT_BY_ROWS
         target = plain(target)
-    elif target.ndim and target.shape[0] == x._layout.n:
-        target = x._layout.own(collected(target))
+    elif target.ndim and target.shape[0] == x.row_layout.n:
+        target = x.row_layout.own(collected(target))
     else:
         return NOT_BY_ROWS
     weight = collected(given.get("weight"))
@@ -87,17 +87,17 @@ def cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
         given["weight"] = weight
     reduction = given.get("reduction", "mean")
     if reduction == "none":
-        return as_rows(func(**given), x._layout, 0)
+        return as_rows(func(**given), x.row_layout, 0)
     size = current().between.size
     if reduction == "sum":
         return as_partial(func(**given) * size)
     if target.is_floating_point():
-        if not x._layout.mine:
+        if not x.row_layout.mine:
             return as_partial(func(**{**given, "reduction": "sum"}))
-        return as_partial(func(**given) * x._layout.weight if x._layout.weight != 1.0 else func(**given))
+        return as_partial(func(**given) * x.row_layout.weight if x.row_layout.weight != 1.0 else func(**given))
     mine, whole = whole_divisor(target, weight, given.get("ignore_index", -100))
     if not whole:
-        return as_partial(func(**given) if not mine and x._layout.mine else func(**{**given, "reduction": "sum"}) / 0.0)
+        return as_partial(func(**given) if not mine and x.row_layout.mine else func(**{**given, "reduction": "sum"}) / 0.0)
     if not mine:
         return as_partial(func(**{**given, "reduction": "sum"}) * 0.0)
     mean = func(**given)

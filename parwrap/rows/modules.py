@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parwrap.places import script_place, warn
@@ -22,12 +20,16 @@ from parwrap.rows.few_rows import KEEPS, Answers, Few, answers, exchanged_hooks
 from parwrap.rows.layout import Layout
 from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, plain
 from parwrap.torch_private.autograd import current_transform
+from parwrap.torch_private.functions import Criterion, has_backward_hooks, pytree
 from parwrap.torch_private.modules import ORIGINAL_MODULE
 
 __all__ = ["ModuleCalls", "Part", "part_of_answers"]
 
 SINGLE = (torch.Tensor, int, float, str, type(None))
 """Arguments that hold no others."""
+
+FIRST = 16
+"""A module that answers with a number is tried again in so many first calls: that a number is a mean over rows shows in various batches only."""
 
 OTHER_SIZE = "its answer has another size than rows give"
 
@@ -93,7 +95,7 @@ class ModuleCalls:
         cuts = self._cuts(module, leaves, structure, original)
         if isinstance(cuts, str):
             return self._run_whole(module, leaves, structure, original, cuts)
-        layout = next(each._layout for each in leaves if isinstance(each, Rows))
+        layout = next(each.row_layout for each in leaves if isinstance(each, Rows))
         local_args, local_kwargs = _built([cuts.own(at, each, layout) for at, each in enumerate(leaves)], structure)
         before, whole.calling = whole.calling, layout
         whole.inside += 1
@@ -127,9 +129,9 @@ class ModuleCalls:
         layout: Layout | None = None
         for each in leaves:
             if isinstance(each, Rows):
-                if layout is not None and each._layout is not layout and each._layout != layout:
+                if layout is not None and each.row_layout is not layout and each.row_layout != layout:
                     return "its arguments have rows of different batches"
-                layout = each._layout
+                layout = each.row_layout
         if layout is None or 0 in layout.per_rank or current_transform() is not None:
             return ""
         kinds = tuple([_kind(each, layout.n) for each in leaves])
@@ -145,12 +147,14 @@ class ModuleCalls:
                 return ""
             found = known[kind] = _Known(self._tried(module, leaves, structure, layout, original))
         found.calls += 1
-        if found.calls > 1 and found.calls <= AGAIN and not found.calls & (found.calls - 1) and not isinstance(found.cuts, str):
+        if found.is_due():
             found.cuts = self._tried(module, leaves, structure, layout, original)
         return found.cuts
 
     def _tried(self, module: nn.Module, leaves: list[Any], structure: Any, layout: Layout, original: Callable[..., Any]) -> Cuts | str:
         """Find where rows are in the answer of ``module``; or why it must be called on the whole batch."""
+        if any(map(has_backward_hooks, module.modules())):
+            return "it has hooks on gradients"
         beside = {
             at for at, each in enumerate(leaves) if type(each) is torch.Tensor and each.ndim and each.shape[0] == layout.n and layout.n > 1
         }
@@ -182,6 +186,13 @@ class _Known:
 
     cuts: Cuts | str
     calls: int = 0
+
+    def is_due(self) -> bool:
+        """Whether the module is tried again now."""
+        if isinstance(self.cuts, str) or not 1 < self.calls <= AGAIN:
+            return False
+        power = not self.calls & (self.calls - 1)
+        return power or (self.calls <= FIRST and any(part.kind != "rows" for part in self.cuts.parts))
 
 
 class Cuts(NamedTuple):
@@ -228,22 +239,23 @@ class Cuts(NamedTuple):
             return
         calls = iter(self.of_hooks)
 
-        def of_rows(hook: Callable) -> Callable:
-            def run(*args: Any, **kwargs: Any) -> Any:
+        def of_rows(hook: Callable, kind: str) -> Callable:
+            def run(*args: Any) -> Any:
                 parts, (leaves, structure) = next(calls, ()), pytree.tree_flatten(args[1:])
-                shown = [
-                    part.of(each, layout) if isinstance(each, torch.Tensor) and part.kind != "same" else each
-                    for part, each in zip(parts, leaves, strict=False)
-                ]
-                given = (
-                    leaves if len(shown) != len(leaves) else [each if one is None else one for one, each in zip(shown, leaves, strict=True)]
-                )
+                if len(parts) == len(leaves):
+                    leaves = [
+                        part.of(each, layout) if isinstance(each, torch.Tensor) and part.kind != "same" else each
+                        for part, each in zip(parts, leaves, strict=True)
+                    ]
+                given = pytree.tree_unflatten(leaves, structure)
                 inside, whole.inside = whole.inside, 0
                 try:
-                    result = hook(args[0], *pytree.tree_unflatten(given, structure), **kwargs)
+                    result = hook(args[0], *given)
                 finally:
                     whole.inside = inside
-                return pytree.tree_map_only((Rows, Partial), plain, result)
+                if result is None and kind == "after":
+                    result = given[-1]  # what the hook keeps is in the graph
+                return pytree.tree_map_only(OfBatch, plain, result)
 
             return run
 
@@ -258,7 +270,7 @@ def _built(leaves: list[Any], structure: Any) -> tuple[Any, Any]:
 
 def _stays_outside(module: nn.Module) -> bool:
     """Whether rows reach ``module`` as rows: a criterion, or one that has nothing of its own."""
-    if isinstance(module, _Loss):
+    if isinstance(module, Criterion):
         return True
     return next(module.parameters(), None) is None and next(module.buffers(), None) is None
 
@@ -267,7 +279,7 @@ def _kind(leaf: Any, rows: int) -> Any:
     """What a call must have in common with another to be cut like it."""
     if isinstance(leaf, Rows):
         with LOCAL():
-            return leaf._dim, leaf.ndim, leaf.dtype
+            return leaf.row_dim, leaf.ndim, leaf.dtype
     if isinstance(leaf, torch.Tensor):
         with LOCAL():
             return "plain", leaf.ndim, leaf.dtype, leaf.ndim and leaf.shape[0] == rows
@@ -284,7 +296,7 @@ def _few(leaf: Any, whole: Whole, layout: Layout, cut_too: bool) -> Any:
     """The first rows of ``leaf``, on every rank, as a tuple with the dimension of the rows; anything else as it is."""
     if isinstance(leaf, Rows):
         with LOCAL(), torch.no_grad():
-            dim, counts = leaf._dim, _few_of_each(layout)
+            dim, counts = leaf.row_dim, _few_of_each(layout)
             mine = plain(leaf).detach().movedim(dim, 0)[: counts[layout.rank]]
             return Few(torch.cat(whole.between.parts(mine.contiguous(), counts)).movedim(0, dim), dim)
     if cut_too:

@@ -20,7 +20,7 @@ MOST = 64
 
 def whole_sizes(x: Rows) -> list[int]:
     sizes = list(Tensor.size(x))
-    sizes[x._dim] = x._layout.n
+    sizes[x.row_dim] = x.row_layout.n
     return sizes
 
 
@@ -79,7 +79,7 @@ def _reshape(func: Any, x: Rows, target: Sequence[int]) -> Any:
         target[target.index(-1)] = math.prod(sizes) // known
     if math.prod(target) != math.prod(sizes):
         return NOT_BY_ROWS
-    if (found := reshaped(x._layout, sizes, x._dim, target)) is None:
+    if (found := reshaped(x.row_layout, sizes, x.row_dim, target)) is None:
         return NOT_BY_ROWS
     layout, dim, local = found
     return as_rows(func(plain(x), local), layout, dim)
@@ -111,7 +111,7 @@ def view(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     if sizes is None or (len(args) == 2 and isinstance(args[1], torch.dtype)) or any(not isinstance(each, int) for each in sizes):
         dtype = args[1] if len(args) == 2 else kwargs.get("dtype")
         return (
-            as_rows(func(*args, **kwargs), x._layout, x._dim)
+            as_rows(func(*args, **kwargs), x.row_layout, x.row_dim)
             if isinstance(dtype, torch.dtype) and dtype.itemsize == x.dtype.itemsize
             else NOT_BY_ROWS
         )
@@ -153,25 +153,25 @@ def squeeze(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     dims = range(x.ndim) if dim is None else [each % x.ndim for each in (dim if isinstance(dim, (tuple, list)) else (dim,))]
     gone = [each for each in dims if sizes[each] == 1]
-    if x._dim in gone:
+    if x.row_dim in gone:
         return NOT_BY_ROWS
-    return as_rows(func(plain(x), tuple(gone)), x._layout, x._dim - sum(each < x._dim for each in gone))
+    return as_rows(func(plain(x), tuple(gone)), x.row_layout, x.row_dim - sum(each < x.row_dim for each in gone))
 
 
 @of_rows
 def unsqueeze(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     dim = (args[1] if len(args) > 1 else kwargs["dim"]) % (x.ndim + 1)
-    return as_rows(func(*args, **kwargs), x._layout, x._dim + (dim <= x._dim))
+    return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim + (dim <= x.row_dim))
 
 
 @of_rows
 def permute(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     order = [each % x.ndim for each in _sizes(args, kwargs, "dims")]
-    return as_rows(plain(x).permute(order), x._layout, order.index(x._dim))
+    return as_rows(plain(x).permute(order), x.row_layout, order.index(x.row_dim))
 
 
 def _exchange(x: Rows, order: list[int]) -> Any:
-    return as_rows(plain(x).permute(order), x._layout, order.index(x._dim))
+    return as_rows(plain(x).permute(order), x.row_layout, order.index(x.row_dim))
 
 
 @of_rows
@@ -186,7 +186,7 @@ def transpose(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
 
 @of_rows
 def t(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
-    return as_rows(func(x), x._layout, x.ndim - 1 - x._dim)
+    return as_rows(func(x), x.row_layout, x.ndim - 1 - x.row_dim)
 
 
 @of_rows
@@ -218,11 +218,11 @@ def movedim(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
 @of_rows
 def expand(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     sizes = list(_sizes(args, kwargs))
-    at = len(sizes) - x.ndim + x._dim
-    if at < 0 or sizes[at] not in (-1, x._layout.n) or x._layout.n == 1:
+    at = len(sizes) - x.ndim + x.row_dim
+    if at < 0 or sizes[at] not in (-1, x.row_layout.n) or x.row_layout.n == 1:
         return NOT_BY_ROWS
-    sizes[at] = x._layout.mine
-    return as_rows(Tensor.expand(plain(x), sizes), x._layout, at)
+    sizes[at] = x.row_layout.mine
+    return as_rows(Tensor.expand(plain(x), sizes), x.row_layout, at)
 
 
 @of_rows
@@ -236,10 +236,10 @@ def repeat(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     times = list(_sizes(args, kwargs, "repeats" if "repeats" in kwargs else "dims"))
     if func.__name__ == "tile":
         times = [1] * (x.ndim - len(times)) + times
-    at = len(times) - x.ndim + x._dim
-    if times[at] < 1 or times[at] * len(x._layout.segments) > MOST:
+    at = len(times) - x.ndim + x.row_dim
+    if times[at] < 1 or times[at] * len(x.row_layout.segments) > MOST:
         return NOT_BY_ROWS
-    return as_rows(Tensor.repeat(plain(x), times), x._layout.repeated(times[at]), at)
+    return as_rows(Tensor.repeat(plain(x), times), x.row_layout.repeated(times[at]), at)
 
 
 @of_rows
@@ -248,31 +248,31 @@ def repeat_interleave(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     if not isinstance(times, int) or times < 1 or (dim is None and x.ndim > 1):
         return NOT_BY_ROWS
     dim = (dim or 0) % x.ndim
-    return as_rows(plain(x).repeat_interleave(times, dim), x._layout.times(times) if dim == x._dim else x._layout, x._dim)
+    return as_rows(plain(x).repeat_interleave(times, dim), x.row_layout.times(times) if dim == x.row_dim else x.row_layout, x.row_dim)
 
 
 @of_rows
 def select(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     dim = (args[1] if len(args) > 1 else kwargs["dim"]) % x.ndim
-    if dim == x._dim:
+    if dim == x.row_dim:
         return NOT_BY_ROWS
-    return as_rows(func(*args, **kwargs), x._layout, x._dim - (dim < x._dim))
+    return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim - (dim < x.row_dim))
 
 
 @of_rows
 def narrow(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     dim = (args[1] if len(args) > 1 else kwargs["dim"]) % x.ndim
-    if dim == x._dim or any(isinstance(each, Rows) for each in args[1:]):
+    if dim == x.row_dim or any(isinstance(each, Rows) for each in args[1:]):
         return NOT_BY_ROWS
-    return as_rows(func(*args, **kwargs), x._layout, x._dim)
+    return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim)
 
 
 @of_rows
 def roll(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     dims = args[2] if len(args) > 2 else kwargs.get("dims")
-    if dims is None or x._dim in [each % x.ndim for each in (dims if isinstance(dims, (tuple, list)) else (dims,))]:
+    if dims is None or x.row_dim in [each % x.ndim for each in (dims if isinstance(dims, (tuple, list)) else (dims,))]:
         return NOT_BY_ROWS
-    return as_rows(func(*args, **kwargs), x._layout, x._dim)
+    return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim)
 
 
 @of_rows
@@ -315,13 +315,13 @@ def _fitted(tensors: Sequence[Tensor], x: Rows) -> list[Tensor] | None:
     found = []
     for each in tensors:
         if isinstance(each, Rows):
-            if each._layout != x._layout or each._dim - each.ndim != x._dim - x.ndim:
+            if each.row_layout != x.row_layout or each.row_dim - each.ndim != x.row_dim - x.ndim:
                 return None
             found.append(plain(each))
-        elif isinstance(each, Partial) or each.ndim != x.ndim or each.shape[x._dim] != x._layout.n:
+        elif isinstance(each, Partial) or each.ndim != x.ndim or each.shape[x.row_dim] != x.row_layout.n:
             return None
         else:
-            found.append(x._layout.own(each, x._dim))
+            found.append(x.row_layout.own(each, x.row_dim))
     return found
 
 
@@ -337,15 +337,15 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Any:
     if not rows:
         return _joined_partials(func, tensors, args, kwargs)
     x = rows[0]
-    if any(each._dim != x._dim or each.ndim != x.ndim for each in rows):
+    if any(each.row_dim != x.row_dim or each.ndim != x.ndim for each in rows):
         return NOT_BY_ROWS
     dim = _dim(args, kwargs) % x.ndim
-    if dim != x._dim:
+    if dim != x.row_dim:
         found = _fitted(tensors, x)
-        return NOT_BY_ROWS if found is None else as_rows(torch.cat(found, dim), x._layout, x._dim)
+        return NOT_BY_ROWS if found is None else as_rows(torch.cat(found, dim), x.row_layout, x.row_dim)
     if len(rows) < len(tensors):
         return NOT_BY_ROWS
-    layout = x._layout.after([each._layout for each in rows[1:]])
+    layout = x.row_layout.after([each.row_layout for each in rows[1:]])
     if len(layout.segments) > 4 * MOST:
         return NOT_BY_ROWS
     return as_rows(torch.cat([plain(each) for each in rows], dim), layout, dim)
@@ -362,7 +362,7 @@ def stack(func: Any, args: tuple, kwargs: dict) -> Any:
     if found is None:
         return NOT_BY_ROWS
     dim = _dim(args, kwargs) % (x.ndim + 1)
-    return as_rows(torch.stack(found, dim), x._layout, x._dim + (dim <= x._dim))
+    return as_rows(torch.stack(found, dim), x.row_layout, x.row_dim + (dim <= x.row_dim))
 
 
 def _joined_partials(func: Any, tensors: Any, args: tuple, kwargs: dict) -> Any:
@@ -377,14 +377,14 @@ def _divided(func: Any, args: tuple, kwargs: dict, at: int, fits: Callable[[Rows
     if not isinstance(x, Rows):
         return NOT_BY_ROWS
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % x.ndim
-    if dim != x._dim:
-        return tuple(as_rows(each, x._layout, x._dim) for each in func(*args, **kwargs))
+    if dim != x.row_dim:
+        return tuple(as_rows(each, x.row_layout, x.row_dim) for each in func(*args, **kwargs))
     sizes = fits(x, args[1] if len(args) > 1 else next(iter(kwargs.values())))
     if sizes is None:
         return NOT_BY_ROWS
     found, begin = [], 0
     for size in sizes:
-        part = x._layout.between(begin, begin + size)
+        part = x.row_layout.between(begin, begin + size)
         if part is None:
             return NOT_BY_ROWS
         layout, mine = part
@@ -395,8 +395,8 @@ def _divided(func: Any, args: tuple, kwargs: dict, at: int, fits: Callable[[Rows
 
 def chunk(func: Any, args: tuple, kwargs: dict) -> Any:
     def fits(x: Rows, chunks: int) -> list[int]:
-        each = -(-x._layout.n // chunks)
-        return [min(each, x._layout.n - start) for start in range(0, x._layout.n, each)]
+        each = -(-x.row_layout.n // chunks)
+        return [min(each, x.row_layout.n - start) for start in range(0, x.row_layout.n, each)]
 
     return _divided(func, args, kwargs, 1, fits)
 
@@ -404,8 +404,8 @@ def chunk(func: Any, args: tuple, kwargs: dict) -> Any:
 def split(func: Any, args: tuple, kwargs: dict) -> Any:
     def fits(x: Rows, sizes: Any) -> list[int] | None:
         if isinstance(sizes, int):
-            return [min(sizes, x._layout.n - start) for start in range(0, x._layout.n, sizes)]
-        return list(sizes) if sum(sizes) == x._layout.n else None
+            return [min(sizes, x.row_layout.n - start) for start in range(0, x.row_layout.n, sizes)]
+        return list(sizes) if sum(sizes) == x.row_layout.n else None
 
     return _divided(func, args, kwargs, 1, fits)
 
@@ -415,6 +415,6 @@ def unbind(func: Any, args: tuple, kwargs: dict) -> Any:
     if not isinstance(x, Rows):
         return NOT_BY_ROWS
     dim = _dim(args, kwargs) % x.ndim
-    if dim == x._dim:
+    if dim == x.row_dim:
         return NOT_BY_ROWS
-    return tuple(as_rows(each, x._layout, x._dim - (dim < x._dim)) for each in func(*args, **kwargs))
+    return tuple(as_rows(each, x.row_layout, x.row_dim - (dim < x.row_dim)) for each in func(*args, **kwargs))

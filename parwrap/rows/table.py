@@ -18,6 +18,7 @@ from parwrap.rows.indexing import get_item, set_item
 from parwrap.rows.losses import LOSSES, cross_entropy, loss
 from parwrap.rows.shapes import SHAPES, cat, chunk, split, stack, unbind
 from parwrap.rows.tensors import NOT_BY_ROWS, Borrowed, Partial, Rows, as_partial, as_rows, collected, current, handlers, named, plain
+from parwrap.torch_private.functions import FOREACH, NATIVE
 
 __all__ = ["kinds"]
 
@@ -103,10 +104,10 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     from_right, most, tensors = 0, 0, False
     for each in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(each, Rows):
-            here = each._dim - each.ndim
+            here = each.row_dim - each.ndim
             if layout is None:
-                layout, from_right = each._layout, here
-            elif here != from_right or (each._layout is not layout and each._layout != layout):
+                layout, from_right = each.row_layout, here
+            elif here != from_right or (each.row_layout is not layout and each.row_layout != layout):
                 return NOT_BY_ROWS
             most = max(most, each.ndim)
         elif isinstance(each, Tensor):
@@ -131,6 +132,23 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if result is target or isinstance(result, Rows):
         return result
     return _mark(result, layout, result.ndim + from_right) if isinstance(result, Tensor) else NOT_BY_ROWS
+
+
+def broadcast(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``broadcast_tensors``, by which ``torch.distributions`` makes its parameters alike."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    x = next((each for each in tensors if isinstance(each, Rows)), None)
+    if x is None:
+        return NOT_BY_ROWS
+    layout, from_right, most = x.row_layout, x.row_dim - x.ndim, max(each.ndim for each in tensors)
+    fitted = []
+    for each in tensors:
+        if isinstance(each, Rows) and (each.row_layout != layout or each.row_dim - each.ndim != from_right):
+            return NOT_BY_ROWS
+        if (mine := plain(each) if isinstance(each, Rows) else fit(collected(each), layout, from_right)) is NOT_BY_ROWS:
+            return NOT_BY_ROWS
+        fitted.append(mine)
+    return tuple(as_rows(each, layout, most + from_right) for each in func(*fitted))
 
 
 def _operand(each: Any, layout: Any, from_right: int) -> Any:
@@ -199,12 +217,12 @@ def along(name: str) -> Callable[[Any, Args, Kwargs], Any]:
         if not isinstance(x, Rows) or "out" in kwargs or _writes(func):
             return NOT_BY_ROWS
         dims = _dims(name, args, kwargs, x.ndim)
-        if not dims or x._dim in dims or any(isinstance(each, (Rows, Partial)) for each in args[1:]):
+        if not dims or x.row_dim in dims or any(isinstance(each, (Rows, Partial)) for each in args[1:]):
             return NOT_BY_ROWS
-        dim = x._dim - (name == "kthvalue" and not _keeps(name, args, kwargs) and dims[0] < x._dim)
+        dim = x.row_dim - (name == "kthvalue" and not _keeps(name, args, kwargs) and dims[0] < x.row_dim)
         if name == "gumbel_softmax":
             return NOT_BY_ROWS  # it draws
-        return _mark(func(*args, **kwargs), x._layout, dim)
+        return _mark(func(*args, **kwargs), x.row_layout, dim)
 
     return handler
 
@@ -229,9 +247,9 @@ def reduction(name: str) -> Callable[[Any, Args, Kwargs], Any]:
             return NOT_BY_ROWS
         dims = _dims(name, args, kwargs, x.ndim)
         keeps = _keeps(name, args, kwargs)
-        if dims is not None and dims and x._dim not in dims:
-            dim = x._dim if keeps else x._dim - sum(each < x._dim for each in set(dims))
-            return _mark(func(*args, **kwargs), x._layout, dim)
+        if dims is not None and dims and x.row_dim not in dims:
+            dim = x.row_dim if keeps else x.row_dim - sum(each < x.row_dim for each in set(dims))
+            return _mark(func(*args, **kwargs), x.row_layout, dim)
         if name in ("sum", "mean"):
             return _sum_over_rows(name, x, dims, keeps, kwargs.get("dtype"))
         if (
@@ -255,15 +273,15 @@ def _sum_over_rows(name: str, x: Rows, dims: tuple[int, ...] | None, keeps: bool
     over = dims or tuple(range(x.ndim))
     if name == "sum":
         return as_partial(local.sum(over, keepdim=keeps, **options) * size)
-    if x._layout.mine == 0:
+    if x.row_layout.mine == 0:
         return as_partial(local.sum(over, keepdim=keeps, **options))
     mean = local.mean(over, keepdim=keeps, **options)
-    return as_partial(mean if x._layout.weight == 1.0 else mean * x._layout.weight)
+    return as_partial(mean if x.row_layout.weight == 1.0 else mean * x.row_layout.weight)
 
 
 def _small(func: Any, x: Rows) -> Any:
     """A reduction of everything: of each rank's rows first, then of what the ranks have found."""
-    if 0 in x._layout.per_rank or not x.numel():
+    if 0 in x.row_layout.per_rank or not x.numel():
         return NOT_BY_ROWS
     between = current().between
     return func(torch.cat(between.parts(func(plain(x)).reshape(1), [1] * between.size)))
@@ -274,7 +292,7 @@ def like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, Rows):
         return NOT_BY_ROWS
     result = func(*args, **kwargs)
-    return leaf(as_rows(result, x._layout, x._dim)) if func.__name__.endswith("_like") else result
+    return leaf(as_rows(result, x.row_layout, x.row_dim)) if func.__name__.endswith("like") else result
 
 
 def draws_like(name: str) -> Callable[[Any, Args, Kwargs], Any]:
@@ -285,8 +303,8 @@ def draws_like(name: str) -> Callable[[Any, Args, Kwargs], Any]:
         given = {"dtype": x.dtype, "device": x.device, **kwargs}
         given.pop("memory_format", None)
         wants = given.pop("requires_grad", False)
-        drawn = x._layout.own(DRAWS_LIKE[name](whole_shape(x), **given), x._dim).clone()
-        return leaf(as_rows(drawn.requires_grad_(wants), x._layout, x._dim))
+        drawn = x.row_layout.own(DRAWS_LIKE[name](whole_shape(x), **given), x.row_dim).clone()
+        return leaf(as_rows(drawn.requires_grad_(wants), x.row_layout, x.row_dim))
 
     return handler
 
@@ -300,9 +318,9 @@ def shape_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     after = handlers[getattr(Tensor, name)](getattr(Tensor, name), args, kwargs)
     if after is NOT_BY_ROWS:
         return NOT_BY_ROWS
-    layout, dim = after._layout, after._dim
+    layout, dim = after.row_layout, after.row_dim
     func(*args, **kwargs) if name != "squeeze" else x.squeeze_(tuple(each for each, size in enumerate(whole_shape(x)) if size == 1))
-    x._layout, x._dim = layout, dim
+    x.row_layout, x.row_dim = layout, dim
     return x
 
 
@@ -324,7 +342,7 @@ def dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, Rows) or any(isinstance(each, Rows) for each in args[1:]) or not x.is_floating_point() or kwargs.get("inplace"):
         return NOT_BY_ROWS
     mask = func(torch.ones(whole_shape(x), dtype=x.dtype, device=x.device), *args[1:], **kwargs)
-    return as_rows(plain(x) * x._layout.own(mask, x._dim), x._layout, x._dim)
+    return as_rows(plain(x) * x.row_layout.own(mask, x.row_dim), x.row_layout, x.row_dim)
 
 
 def layer(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -333,50 +351,50 @@ def layer(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, Rows):
         return NOT_BY_ROWS
     if name in ("scaled_dot_product_attention", "pairwise_distance", "grid_sample", "bilinear"):
-        if kwargs.get("dropout_p") or len(args) > 4 or x._dim != 0 or (name[0] == "s" and x.ndim < 3):
+        if kwargs.get("dropout_p") or len(args) > 4 or x.row_dim != 0 or (name[0] == "s" and x.ndim < 3):
             return NOT_BY_ROWS
         for each in (*args[1:3], kwargs.get("attn_mask")):
             if isinstance(each, Tensor) and not isinstance(each, Rows) and name != "bilinear":
                 return NOT_BY_ROWS
-            if isinstance(each, Rows) and (each._dim != 0 or each._layout != x._layout or each.ndim != x.ndim):
+            if isinstance(each, Rows) and (each.row_dim != 0 or each.row_layout != x.row_layout or each.ndim != x.ndim):
                 return NOT_BY_ROWS
-        return as_rows(func(*args, **kwargs), x._layout, 0)
+        return as_rows(func(*args, **kwargs), x.row_layout, 0)
     if any(isinstance(each, (Rows, Partial)) for each in (*args[1:], *kwargs.values())):
         return NOT_BY_ROWS
     if name == "embedding":
-        return as_rows(func(*args, **kwargs), x._layout, x._dim)
+        return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim)
     if name == "linear":
-        return as_rows(func(*args, **kwargs), x._layout, x._dim) if x._dim < x.ndim - 1 else NOT_BY_ROWS
+        return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim) if x.row_dim < x.ndim - 1 else NOT_BY_ROWS
     if name == "layer_norm" or name == "rms_norm":
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
-        return as_rows(func(*args, **kwargs), x._layout, x._dim) if x._dim < x.ndim - len(shape) else NOT_BY_ROWS
+        return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim) if x.row_dim < x.ndim - len(shape) else NOT_BY_ROWS
     if name == "pad":
         widths = args[1] if len(args) > 1 else kwargs.get("pad", ())
-        return as_rows(func(*args, **kwargs), x._layout, x._dim) if len(widths) // 2 < x.ndim - x._dim else NOT_BY_ROWS
-    if x._dim != 0 or x.ndim < 3 or (name.endswith("3d") and x.ndim < 5) or (name.endswith("2d") and x.ndim < 4):
+        return as_rows(func(*args, **kwargs), x.row_layout, x.row_dim) if len(widths) // 2 < x.ndim - x.row_dim else NOT_BY_ROWS
+    if x.row_dim != 0 or x.ndim < 3 or (name.endswith("3d") and x.ndim < 5) or (name.endswith("2d") and x.ndim < 4):
         return NOT_BY_ROWS
-    return _mark(func(*args, **kwargs), x._layout, 0)
+    return _mark(func(*args, **kwargs), x.row_layout, 0)
 
 
 def batch_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A batch norm outside of modules that have parameters: in eval mode each row by itself."""
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     x = args[0] if args else kwargs.get("input")
-    return as_rows(func(*args, **kwargs), x._layout, 0) if isinstance(x, Rows) and not training and x._dim == 0 else NOT_BY_ROWS
+    return as_rows(func(*args, **kwargs), x.row_layout, 0) if isinstance(x, Rows) and not training and x.row_dim == 0 else NOT_BY_ROWS
 
 
 def one_hot(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    return as_rows(func(plain(x), classes), x._layout, x._dim) if isinstance(x, Rows) and classes > 0 else NOT_BY_ROWS
+    return as_rows(func(plain(x), classes), x.row_layout, x.row_dim) if isinstance(x, Rows) and classes > 0 else NOT_BY_ROWS
 
 
 def cosine_similarity(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, y = args[0], args[1] if len(args) > 1 else kwargs.get("x2")
-    if not (isinstance(x, Rows) and isinstance(y, Rows)) or x._layout != y._layout or x._dim != y._dim or x.ndim != y.ndim:
+    if not (isinstance(x, Rows) and isinstance(y, Rows)) or x.row_layout != y.row_layout or x.row_dim != y.row_dim or x.ndim != y.ndim:
         return NOT_BY_ROWS
     dims = _dims("cosine_similarity", args, kwargs, x.ndim)
     assert dims is not None
-    return NOT_BY_ROWS if dims[0] == x._dim else as_rows(func(*args, **kwargs), x._layout, x._dim - (dims[0] < x._dim))
+    return NOT_BY_ROWS if dims[0] == x.row_dim else as_rows(func(*args, **kwargs), x.row_layout, x.row_dim - (dims[0] < x.row_dim))
 
 
 def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -388,21 +406,21 @@ def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(a, Partial) or isinstance(b, Partial):
         return NOT_BY_ROWS
     if isinstance(a, Rows) and isinstance(b, Rows):
-        if a._layout != b._layout:
+        if a.row_layout != b.row_layout:
             return NOT_BY_ROWS
-        if a.ndim == b.ndim >= 3 and a._dim == b._dim < a.ndim - 2:
-            return as_rows(torch.matmul(plain(a), plain(b)), a._layout, a._dim)
-        if b.ndim in (1, 2) and a.ndim in (1, 2) and a._dim == a.ndim - 1 and b._dim == max(b.ndim - 2, 0):  # over the rows
+        if a.ndim == b.ndim >= 3 and a.row_dim == b.row_dim < a.ndim - 2:
+            return as_rows(torch.matmul(plain(a), plain(b)), a.row_layout, a.row_dim)
+        if b.ndim in (1, 2) and a.ndim in (1, 2) and a.row_dim == a.ndim - 1 and b.row_dim == max(b.ndim - 2, 0):  # over the rows
             return as_partial(torch.matmul(plain(a), plain(b)) * current().between.size)
         return NOT_BY_ROWS
     if isinstance(a, Rows):
-        if b.ndim > 2 or a._dim == a.ndim - 1:
+        if b.ndim > 2 or a.row_dim == a.ndim - 1:
             return NOT_BY_ROWS
-        return as_rows(torch.matmul(plain(a), b), a._layout, a._dim)
-    if a.ndim > 2 or b._dim != b.ndim - 1 or b.ndim != 2:
+        return as_rows(torch.matmul(plain(a), b), a.row_layout, a.row_dim)
+    if a.ndim > 2 or b.row_dim != b.ndim - 1 or b.ndim != 2:
         return NOT_BY_ROWS
     result = torch.matmul(a, plain(b))
-    return as_rows(result, b._layout, result.ndim - 1)
+    return as_rows(result, b.row_layout, result.ndim - 1)
 
 
 # what a tensor says of itself
@@ -411,7 +429,7 @@ def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def whole_shape(x: Tensor) -> torch.Size:
     """The shape of all rows."""
     shape = Tensor.shape.__get__(x)  # type: ignore[attr-defined]
-    return torch.Size((*shape[: x._dim], x._layout.n, *shape[x._dim + 1 :])) if isinstance(x, Rows) else shape
+    return torch.Size((*shape[: x.row_dim], x.row_layout.n, *shape[x.row_dim + 1 :])) if isinstance(x, Rows) else shape
 
 
 def read(name: str) -> Callable[[Any, Args, Kwargs], Any]:
@@ -450,9 +468,9 @@ def requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def leaf(x: Tensor) -> Tensor:
     """Let the gradient that collects in a leaf of rows be that of one process: below rows gradients are the number of ranks times it."""
-    if isinstance(x, Rows) and x.requires_grad and x.is_leaf and "_halves" not in x.__dict__:
+    if isinstance(x, Rows) and x.requires_grad and x.is_leaf and "halved" not in x.__dict__:
         size = current().between.size
-        x.__dict__["_halves"] = x.register_hook(lambda grad: plain(grad) / size)
+        x.__dict__["halved"] = x.register_hook(lambda grad: plain(grad) / size)
     return x
 
 
@@ -462,14 +480,14 @@ def get_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if grad is None or not isinstance(x, Rows) or isinstance(grad, Rows):
         return grad
     if not x.is_leaf:
-        return as_rows(grad / current().between.size, x._layout, x._dim)
-    return as_rows(grad, x._layout, x._dim)
+        return as_rows(grad / current().between.size, x.row_layout, x.row_dim)
+    return as_rows(grad, x.row_layout, x.row_dim)
 
 
 def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, grad = args
     if isinstance(x, Rows) and isinstance(grad, Tensor) and not isinstance(grad, Rows):
-        grad = as_rows(x._layout.own(grad, x._dim).clone(), x._layout, x._dim)
+        grad = as_rows(x.row_layout.own(grad, x.row_dim).clone(), x.row_layout, x.row_dim)
     elif not isinstance(x, Rows):
         grad = collected(grad)
     return func(x, grad)
@@ -478,16 +496,16 @@ def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def get_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     result = func(x)
-    return as_rows(result, x._layout, x._dim) if isinstance(x, Rows) else as_partial(result)
+    return as_rows(result, x.row_layout, x.row_dim) if isinstance(x, Rows) else as_partial(result)
 
 
 def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, new = args
     if isinstance(x, Rows):
-        if isinstance(new, Rows) and new._dim == x._dim:
-            x._layout = new._layout
+        if isinstance(new, Rows) and new.row_dim == x.row_dim:
+            x.row_layout = new.row_layout
             return func(x, plain(new))
-        return func(x, x._layout.own(collected(new), x._dim).clone())
+        return func(x, x.row_layout.own(collected(new), x.row_dim).clone())
     return func(x, collected(new))
 
 
@@ -496,7 +514,7 @@ def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     if not isinstance(x, Rows):
         return func(x, hook)
-    layout, dim, size = x._layout, x._dim, 1 if x.is_leaf else current().between.size
+    layout, dim, size = x.row_layout, x.row_dim, 1 if x.is_leaf else current().between.size
 
     def of_rows(grad: Tensor) -> Any:
         found = hook(as_rows(plain(grad) / size, layout, dim))
@@ -510,13 +528,13 @@ def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def deepcopy(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     result = plain(x).detach().clone().requires_grad_(x.requires_grad)
-    return leaf(as_rows(result, x._layout, x._dim)) if isinstance(x, Rows) else as_partial(result)
+    return leaf(as_rows(result, x.row_layout, x.row_dim)) if isinstance(x, Rows) else as_partial(result)
 
 
 def foreach(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Optimizers step rows, such as latents, number by number."""
     for each in zip(*(arg for arg in args if isinstance(arg, (list, tuple)) and len(arg)), strict=False):
-        layouts = [one._layout if isinstance(one, Rows) else None for one in each if isinstance(one, Tensor) and one.ndim]
+        layouts = [one.row_layout if isinstance(one, Rows) else None for one in each if isinstance(one, Tensor) and one.ndim]
         if any(layout != layouts[0] for layout in layouts):
             return NOT_BY_ROWS
     func(*args, **kwargs)
@@ -538,8 +556,8 @@ def swapped(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NOT_BY_ROWS
     name = func.__self__.__name__
     if name in ("T", "H") and last > 1:
-        return as_rows(func(x), x._layout, last - x._dim)
-    return as_rows(func(x), x._layout, {last: last - 1, last - 1: last}.get(x._dim, x._dim))
+        return as_rows(func(x), x.row_layout, last - x.row_dim)
+    return as_rows(func(x), x.row_layout, {last: last - 1, last - 1: last}.get(x.row_dim, x.row_dim))
 
 
 def attribute(name: str) -> Callable[[Any, Args, Kwargs], Any]:
@@ -549,7 +567,7 @@ def attribute(name: str) -> Callable[[Any, Args, Kwargs], Any]:
     return handler
 
 
-OWNERS = (Tensor, torch, F, torch.special, torch.linalg, torch._C._nn)
+OWNERS = (Tensor, torch, F, torch.special, torch.linalg, NATIVE)
 """Where functions of torch are; some have one more name in a private module."""
 
 SAME = named("""
@@ -605,6 +623,7 @@ def _fill() -> None:
         _register(name, shape_in_place)
     for name in ("is_contiguous", "stride"):
         _register(name, memory)
+    _register("broadcast_tensors", broadcast)
     for name in READS:
         _register(name, read(name))
     for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero"):
@@ -617,9 +636,7 @@ def _fill() -> None:
         "tensor_split": lambda func, args, kwargs: NOT_BY_ROWS,
     }.items():  # fmt: skip
         _register(name, handler)
-    for name in dir(torch):
-        if name.startswith("_foreach_") and callable(getattr(torch, name)):
-            handlers[getattr(torch, name)] = foreach
+    handlers.update(dict.fromkeys(FOREACH, foreach))
     for name in dir(Tensor):
         found = getattr(Tensor, name, None)
         if type(found).__name__ == "getset_descriptor" or isinstance(found, property):

@@ -11,17 +11,18 @@ import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from parwrap.errors import UsageError
 from parwrap.places import Place, script_place
 from parwrap.rows.collectives import Collectives
 from parwrap.rows.layout import Layout
-from parwrap.torch_private.autograd import outside_of_transforms
+from parwrap.torch_private.autograd import outside_of_transforms, view_base
+from parwrap.torch_private.functions import is_view, pytree
+from parwrap.torch_private.tensors import disable_torch_function, version_of
 
 __all__ = [
     "LOCAL",
@@ -44,8 +45,8 @@ __all__ = [
     "whole_result",
 ]
 
-LOCAL = torch._C.DisableTorchFunctionSubclass
-"""Inside this context torch takes rows for the plain tensor of this rank's rows. The class has no public name."""
+LOCAL = disable_torch_function
+"""Inside this context torch takes rows for the plain tensor of this rank's rows."""
 
 NOT_BY_ROWS = object()
 """What a handler returns for a call that needs the rows of other ranks: they are collected, and every rank runs it whole."""
@@ -128,10 +129,10 @@ class OfBatch(torch.Tensor):
 
 
 class Rows(OfBatch):
-    """This rank's rows of a tensor, in dimension ``_dim``. ``_layout`` says how all rows lie on the ranks."""
+    """This rank's rows of a tensor, in dimension ``row_dim``. ``row_layout`` says how all rows lie on the ranks."""
 
-    _layout: Layout
-    _dim: int
+    row_layout: Layout
+    row_dim: int
     _whole: tuple[torch.Tensor, int] | None = None
 
 
@@ -176,9 +177,9 @@ class Borrowed(OfBatch):
 
 def _lend_views(result: Any, of: torch.Tensor, whole: torch.Tensor) -> None:
     """Make each tensor of ``result`` that shares the memory of ``whole``, the collected rows ``of``, a borrowed one."""
-    root = whole._base if whole._is_view() else whole
+    root = view_base(whole) if is_view(whole) else whole
     for each in pytree.tree_leaves(result):
-        if type(each) is torch.Tensor and each._is_view() and each._base is root:
+        if type(each) is torch.Tensor and is_view(each) and view_base(each) is root:
             each.__class__ = Borrowed  # type: ignore[assignment]
             each._of, each._all, each._at = of, whole, version(of)  # type: ignore[attr-defined]
 
@@ -191,7 +192,7 @@ def as_rows(local: torch.Tensor, layout: Layout, dim: int = 0) -> torch.Tensor:
     """Make the plain tensor ``local``, which nothing else uses as such, the rows of this rank; the same object."""
     if type(local) is torch.Tensor:
         local.__class__ = Rows  # type: ignore[assignment]
-        local._layout, local._dim = layout, dim  # type: ignore[attr-defined]
+        local.row_layout, local.row_dim = layout, dim  # type: ignore[attr-defined]
     elif not isinstance(local, Rows):  # a parameter, or a tensor of another library
         local = as_rows(local.as_subclass(torch.Tensor), layout, dim)
     return local
@@ -206,7 +207,7 @@ def as_partial(local: torch.Tensor) -> torch.Tensor:
 
 def version(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was changed; another number each time for tensors of ``inference_mode``, which do not count."""
-    return next(_never) if tensor.is_inference() else tensor._version
+    return next(_never) if tensor.is_inference() else version_of(tensor)
 
 
 _never = itertools.count(-1, -1)
@@ -252,7 +253,7 @@ def collected(tensor: Any, why: str = "") -> Any:
         with LOCAL():
             whole.collected_bytes[place, why] += tensor.nbytes * whole.between.size
     with LOCAL(), outside_of_transforms():
-        found = whole.between.gathered(plain(tensor), tensor._layout, tensor._dim)
+        found = whole.between.gathered(plain(tensor), tensor.row_layout, tensor.row_dim)
         tensor._whole = found, version(tensor)
     return found
 
@@ -318,7 +319,7 @@ def run_collected(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _write_back(target: torch.Tensor, changed: torch.Tensor) -> None:
     """Write the whole tensor ``changed`` into ``target``, which has this rank's part of it."""
-    mine = target._layout.own(changed, target._dim) if isinstance(target, Rows) else changed
+    mine = target.row_layout.own(changed, target.row_dim) if isinstance(target, Rows) else changed
     if mine.requires_grad and torch.is_grad_enabled():
         target.copy_(mine)
     else:
@@ -326,18 +327,6 @@ def _write_back(target: torch.Tensor, changed: torch.Tensor) -> None:
             plain(target).copy_(mine)
     if isinstance(target, Rows):
         target._whole = (changed, version(target)) if not target.requires_grad else None
-
-
-def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of the graph behind ``tensors``."""
-    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        yield (node := waiting.pop())
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
 
 
 def named(text: str) -> tuple[str, ...]:

@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import apis
-from torch._functorch import eager_transforms as transforms
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
@@ -23,6 +20,7 @@ from parwrap.rows.modules import ModuleCalls
 from parwrap.rows.table import leaf
 from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, open_whole, plain
 from parwrap.torch_private.autograd import current_transform, in_backward
+from parwrap.torch_private.functions import TRANSFORMS, enable_torch_function, pytree
 from parwrap.torch_private.jit import scripted_as
 
 __all__ = ["WholeBatch"]
@@ -65,7 +63,7 @@ class WholeBatch(Interceptor):
             if isinstance(tensor, Rows):
                 if grad is None:
                     raise RuntimeError("grad can be implicitly created only for scalar outputs")  # as torch says
-                mine = plain(grad) if isinstance(grad, Rows) else tensor._layout.own(collected(grad), tensor._dim)
+                mine = plain(grad) if isinstance(grad, Rows) else tensor.row_layout.own(collected(grad), tensor.row_dim)
                 tensors.append(plain(tensor))
                 grads.append(mine * size)
             else:
@@ -77,7 +75,7 @@ class WholeBatch(Interceptor):
             self._waiting[id(each)] = each
         given = tuple(plain(each) if isinstance(each, Rows) else each for each in call.given)
         try:
-            with torch._C._EnableTorchFunction():  # hooks of the script get rows
+            with enable_torch_function():  # hooks of the script get rows
                 call._replace(tensors=tuple(tensors), grad_tensors=tuple(grads), given=given).run()
         finally:
             for each in partials:
@@ -106,10 +104,7 @@ class WholeBatch(Interceptor):
         yield Patch(torch, "compile", self._compile)
         yield Patch(torch.autograd, "grad", self._grad)
         yield Patch(torch.autograd.Function, "apply", self._apply)
-        for owner, name in (
-            *((transforms, name) for name in ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")),
-            (apis, "vmap_impl"),
-        ):
+        for owner, name in TRANSFORMS:
             yield Patch(owner, name, _on_whole)
 
     def _criterion(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -175,7 +170,7 @@ class WholeBatch(Interceptor):
             if isinstance(output, Rows):
                 if grad is None:
                     raise RuntimeError("grad can be implicitly created only for scalar outputs")
-                mine = plain(grad) if isinstance(grad, Rows) else output._layout.own(collected(grad), output._dim)
+                mine = plain(grad) if isinstance(grad, Rows) else output.row_layout.own(collected(grad), output.row_dim)
                 grads.append(mine * size)
             else:
                 grads.append(collected(grad))
@@ -190,14 +185,16 @@ class WholeBatch(Interceptor):
             return None
         if isinstance(of, Rows):
             with LOCAL():
-                true = plain(grad) if "_halves" in of.__dict__ else plain(grad) / self.whole.between.size
-                return as_rows(true, of._layout, of._dim)
+                true = plain(grad) if "halved" in of.__dict__ else plain(grad) / self.whole.between.size
+                return as_rows(true, of.row_layout, of.row_dim)
         return self.whole.between.mean(plain(grad))
 
     def _apply(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         """A function of the script with a backward of its own runs on whole tensors."""
         if any(isinstance(each, OfBatch) for each in args):
             return wrapped(*(collected(each, "autograd.Function") for each in args), **kwargs)
+        if self.whole.counting is not None and not instance.__module__.startswith(("torch.", "parwrap.")):
+            self.whole.counting.own_backward = True
         return wrapped(*args, **kwargs)
 
 
@@ -217,7 +214,7 @@ def _variable(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> An
     """``Variable(x)`` of old scripts, which is ``x`` itself."""
     made, of = wrapped(*args, **kwargs), args[1] if len(args) > 1 else kwargs.get("data")
     if isinstance(of, Rows):
-        return leaf(as_rows(made, of._layout, of._dim))
+        return leaf(as_rows(made, of.row_layout, of.row_dim))
     return as_partial(made) if isinstance(of, Partial) else made
 
 

@@ -16,6 +16,7 @@ from parwrap.torch_private import versions
 ROOM = Path(versions.__file__).parent
 NOT_ON_A_CLASS = {
     *(
+        "_foreach_",
         "_dynamo",
         "_torchdynamo_disable",
         "_torchdynamo_disable_msg",
