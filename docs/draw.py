@@ -1,4 +1,4 @@
-"""Draws the pictures of ``concepts.rst``: ``python docs/draw.py`` writes them. parwrap's own samplers say what each rank reads."""
+"""Draws the pictures of ``concepts.rst`` and ``whole_batches.rst``: ``python docs/draw.py`` writes them. parwrap's own samplers say what each rank reads."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def step() -> str:
 
 
 CHOICES = (
-    ("The numbers of one process?", "--batch global", "add --sync-bn if it has batch norms"),
+    ("The numbers of one process?", "--batch whole", "printed ones too; --batch global: its weights, faster"),
     ("As many samples a second as possible?", "nothing: --batch per-rank", "perhaps --lr linear, as batches are larger"),
     ("Every sample exactly once?", "--uneven join", "ranks with fewer samples count less"),
     ("Too large for one GPU?", "--strategy fsdp --wrap Block", "or zero1, if only Adam's state is"),
@@ -104,7 +104,26 @@ def options() -> str:
     return svg(650, 16 + 62 * len(CHOICES), parts)
 
 
-PICTURES = {"shares.svg": shares, "step.svg": step, "options.svg": options}
+def rows() -> str:
+    """What happens to a whole batch of six samples on two ranks."""
+    parts = [text(20, 34, 'batch="whole": six rows, one tensor', 15, bold=True)]
+    steps = ((90, "x", 60), (190, "model(x)", 90), (320, "== y", 70))
+    for rank in (0, 1):
+        for row in range(3):
+            y = 54 + rank * 108 + row * 32
+            for x, words, width in steps:
+                parts.append(box(x, y, width, 26, COLORS[rank], words if row == 1 else ""))
+        parts.append(text(20, 104 + rank * 108, f"rank {rank}"))
+    parts.append(text(415, 150, "(... == y).sum().item()"))
+    parts.append(text(415, 172, "one number from each rank", 12, "#52606d"))
+    parts.append(box(586, 138, 64, 28, COLORS[2], "5 of 6"))
+    parts.append(text(20, 292, "x[torch.randperm(6)]", bold=True))
+    parts.append(text(190, 292, "takes other rows: they are collected first, on every rank"))
+    parts += [box(190 + 46 * place, 304, 42, 26, COLORS[row // 3], str(row)) for place, row in enumerate((4, 0, 3, 5, 1, 2))]
+    return svg(670, 350, parts)
+
+
+PICTURES = {"rows.svg": rows, "shares.svg": shares, "step.svg": step, "options.svg": options}
 
 
 def main() -> None:

@@ -149,10 +149,22 @@ class Options:
             if (value := getattr(self, name)) not in tuple(choices):
                 meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
                 raise UsageError(f"{name}={value!r} is not a valid value. Choose one of: {meanings}.")
-        if self.lr != "keep" and self.batch != "per_rank":
+        if self.lr != "keep" and self.batch == "global":
             raise UsageError(
-                f"lr={self.lr!r} has no effect with batch={self.batch!r}, because the global batch is that of a single process: remove one of "
+                f"lr={self.lr!r} has no effect with batch='global', because the global batch is that of a single process: remove one of "
                 "them."
+            )
+        for name in ("lr", "loss", "uneven", "draws"):
+            if self.batch == "whole" and self.is_given(name):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} has no effect with batch='whole', where the script sees the batch of one process: remove "
+                    "one of them."
+                )
+        if self.batch == "whole" and not self.traits.averages:
+            able = ", ".join(repr(name) for name, traits in STRATEGIES.items() if traits.averages)
+            raise UsageError(
+                f"batch='whole' needs gradients that are averaged in each backward, but with strategy={self.strategy!r} they are not: choose "
+                f"one of {able}."
             )
         if self.backend is not None and not (isinstance(self.backend, str) and dist.is_backend_available(self.backend)):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))

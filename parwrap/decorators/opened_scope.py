@@ -197,6 +197,8 @@ class Scope:
         before, after = self.options.now, replace(self.options.now, **given)
         if group is not None:
             now = {"backend": group.backend, "strategy": before.strategy}
+            if "whole" in (before.batch, after.batch):
+                now["batch"] = before.batch
             for name in now.keys() & given.keys():
                 if given[name] != now[name]:
                     raise UsageError(

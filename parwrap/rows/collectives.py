@@ -53,7 +53,7 @@ class Collectives:
     def gathered(self, local: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
         """The whole of which ``local`` has this rank's rows in dimension ``dim``, differentiable."""
         if dim:
-            return self.gathered(local.movedim(dim, 0), layout, 0).movedim(0, dim)
+            return self.gathered(local.movedim(dim, 0), layout, 0).movedim(0, dim).contiguous()
         return _Gathered.apply(local, layout, self)  # type: ignore[no-any-return]
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ def get_item(func: Any, x: Tensor, index: Any) -> Any:
         return _looked_up(func, x, index)
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         return _masked(x, index)
-    if (found := _picked(x, index)) is not None:
-        return found
+    if (pick := _pick_of_each(x, index)) is not None:
+        return as_rows(func(plain(x), pick), x.row_layout, 0)
     at = _local_index(x, index)
     if at is None:
         return NOT_BY_ROWS
@@ -59,8 +59,8 @@ def _masked(x: Rows, mask: Tensor) -> Any:
     return as_rows(found, Layout((tuple(counts),), between.rank))
 
 
-def _picked(x: Rows, index: Any) -> Any:
-    """``x[torch.arange(len(x)), y]``: a number of each row; ``None`` for other indices."""
+def _pick_of_each(x: Rows, index: Any) -> tuple[Tensor, Tensor] | None:
+    """This rank's index of ``x[torch.arange(len(x)), y]``, which is a number of each row; ``None`` for other indices."""
     if not (
         isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], Tensor) and x.row_dim == 0 and len(x.row_layout.segments) == 1
     ):
@@ -70,20 +70,18 @@ def _picked(x: Rows, index: Any) -> Any:
         every = torch.tensor(list(every))
     if not isinstance(every, Tensor) or every.dtype == torch.bool or pick.dtype == torch.bool or every.ndim != 1 or pick.ndim != 1:
         return None
-    if isinstance(every, Rows):
-        every = collected(every)
-    n = x.row_layout.n
-    if every.shape[0] != n or not torch.equal(every.cpu(), torch.arange(n)):
+    layout, every = x.row_layout, collected(every)
+    if every.shape[0] != layout.n or not torch.equal(every.cpu(), torch.arange(layout.n)):
         return None
     if isinstance(pick, Rows):
-        if pick.row_layout != x.row_layout:
+        if pick.row_layout != layout:
             return None
         mine = plain(pick)
-    elif pick.shape[0] == n:
-        mine = x.row_layout.own(pick)
+    elif pick.shape[0] == layout.n:
+        mine = layout.own(pick)
     else:
         return None
-    return as_rows(plain(x)[torch.arange(x.row_layout.mine, device=x.device), mine], x.row_layout, 0)
+    return torch.arange(layout.mine, device=x.device), mine
 
 
 def _local_index(x: Rows, index: Any) -> tuple[tuple, Layout, int] | None:
@@ -94,7 +92,7 @@ def _local_index(x: Rows, index: Any) -> tuple[tuple, Layout, int] | None:
         return None
     if any(not isinstance(each, (int, slice, list, range, Tensor, type(None), type(Ellipsis))) for each in parts):
         return None
-    if tensors and not (isinstance(tensors[0], list) or (tensors[0].ndim == 1 and tensors[0].dtype != torch.bool)):
+    if tensors and not (isinstance(tensors[0], (list, range)) or (tensors[0].ndim == 1 and tensors[0].dtype != torch.bool)):
         return None
     used = sum(each is not None and each is not Ellipsis for each in parts)
     full: list[Any] = []
@@ -142,6 +140,9 @@ def set_item(func: Any, x: Tensor, index: Any, value: Any) -> Any:
         ):
             return NOT_BY_ROWS
         func(plain(x), plain(index), collected(value))
+        return None
+    if (pick := _pick_of_each(x, index)) is not None and not (isinstance(value, Tensor) and value.ndim):
+        func(plain(x), pick, collected(value))
         return None
     found = _local_index(x, index)
     if found is None or found[1] != x.row_layout:

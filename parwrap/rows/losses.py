@@ -27,22 +27,31 @@ def loss(func: Any, args: tuple, kwargs: dict) -> Any:
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return NOT_BY_ROWS
     x = next((each for each in given.values() if isinstance(each, Rows)), None)
-    if x is None or (x.row_dim != 0 and func.__name__ not in ALONE):
+    name, alone, reduction = func.__name__, func.__name__ in ALONE, given.get("reduction", "mean")
+    if x is None or (x.row_dim != 0 and (not alone or reduction == "batchmean")) or (not alone and 0 in x.row_layout.per_rank):
         return NOT_BY_ROWS
-    for name, each in given.items():
+    if given.get("weight") is not None and name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+        return NOT_BY_ROWS  # their mean divides by the weights
+    layout, from_right = x.row_layout, x.row_dim - x.ndim
+    for key, each in given.items():
         if isinstance(each, Rows):
-            if each.row_layout != x.row_layout or each.row_dim - each.ndim != x.row_dim - x.ndim:
-                if not (each.row_dim == 0 == x.row_dim and each.row_layout == x.row_layout and func.__name__ not in ALONE):
-                    return NOT_BY_ROWS
-            given[name] = plain(each)
+            alike = each.row_layout == layout and (each.row_dim - each.ndim == from_right if alone else each.row_dim == 0)
+            if not alike:
+                return NOT_BY_ROWS
+            given[key] = plain(each)
         elif isinstance(each, Tensor):
-            whole, here = collected(each), x.row_dim - x.ndim
-            if whole.ndim >= -here and whole.shape[here] != 1:
-                if whole.shape[here] != x.row_layout.n or (whole.ndim != x.ndim and func.__name__ not in ALONE):
+            whole = collected(each)
+            if alone and whole.ndim > x.ndim:
+                return NOT_BY_ROWS
+            if alone and whole.ndim >= -from_right and whole.shape[from_right] != 1:
+                if whole.shape[from_right] != layout.n:
                     return NOT_BY_ROWS
-                whole = x.row_layout.own(whole, whole.ndim + here)
-            given[name] = whole
-    reduction = given.get("reduction", "mean")
+                whole = layout.own(whole, whole.ndim + from_right)
+            elif not alone and key != "weight" and whole.ndim:
+                if whole.shape[0] != layout.n:
+                    return NOT_BY_ROWS
+                whole = layout.own(whole)
+            given[key] = whole
     if not x.row_layout.mine and reduction != "none":
         given["reduction"] = "sum"
     result = func(**given)

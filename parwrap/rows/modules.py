@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parwrap.places import script_place, warn
@@ -20,7 +21,7 @@ from parwrap.rows.few_rows import KEEPS, Answers, Few, answers, exchanged_hooks
 from parwrap.rows.layout import Layout
 from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, plain
 from parwrap.torch_private.autograd import current_transform
-from parwrap.torch_private.functions import Criterion, has_backward_hooks, pytree
+from parwrap.torch_private.functions import Criterion, all_hooks, has_backward_hooks, pytree
 from parwrap.torch_private.modules import ORIGINAL_MODULE
 
 __all__ = ["ModuleCalls", "Part", "part_of_answers"]
@@ -29,7 +30,7 @@ SINGLE = (torch.Tensor, int, float, str, type(None))
 """Arguments that hold no others."""
 
 FIRST = 16
-"""A module that answers with a number is tried again in so many first calls: that a number is a mean over rows shows in various batches only."""
+"""In so many first calls a module that answers with a number is tried on the whole batch: that a number is a mean over rows shows there only."""
 
 OTHER_SIZE = "its answer has another size than rows give"
 
@@ -81,6 +82,7 @@ class ModuleCalls:
         self._whole, self._own_draws = whole, own_draws
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each module, what is known of its answers, by kind of call
         self._said: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the number of the newest hook of all, and the module's own hooks
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable[..., Any]) -> Any:
         whole = self._whole
@@ -137,6 +139,11 @@ class ModuleCalls:
         kinds = tuple([_kind(each, layout.n) for each in leaves])
         kind = (module.training, structure, kinds, torch.is_autocast_enabled())
         known = self._known.setdefault(module, {})
+        if self._hooks.get(module, (-1,))[0] != RemovableHandle.next_id:  # a hook was added somewhere
+            before, now = self._hooks.get(module), (RemovableHandle.next_id, all_hooks(module))
+            self._hooks[module] = now
+            if before is not None and before[1] != now[1]:
+                known.clear()
         try:
             found = known.get(kind)
         except TypeError:
@@ -146,12 +153,16 @@ class ModuleCalls:
             if any(nn.parameter.is_lazy(each) for each in module.parameters()):
                 return ""
             found = known[kind] = _Known(self._tried(module, leaves, structure, layout, original))
+            if found.gives_numbers():
+                found.cuts = self._tried(module, leaves, structure, layout, original, layout.n)
         found.calls += 1
         if found.is_due():
-            found.cuts = self._tried(module, leaves, structure, layout, original)
+            found.cuts = self._tried(module, leaves, structure, layout, original, layout.n if found.gives_numbers() else FEW)
         return found.cuts
 
-    def _tried(self, module: nn.Module, leaves: list[Any], structure: Any, layout: Layout, original: Callable[..., Any]) -> Cuts | str:
+    def _tried(
+        self, module: nn.Module, leaves: list[Any], structure: Any, layout: Layout, original: Callable[..., Any], rows: int = FEW
+    ) -> Cuts | str:
         """Find where rows are in the answer of ``module``; or why it must be called on the whole batch."""
         if any(map(has_backward_hooks, module.modules())):
             return "it has hooks on gradients"
@@ -160,7 +171,7 @@ class ModuleCalls:
         }
         why = ""
         for cut_too in [set(), beside] if beside else [set()]:
-            few = [_few(each, self._whole, layout, at in cut_too) for at, each in enumerate(leaves)]
+            few = [_few(each, self._whole, _few_of_each(layout, rows), layout, at in cut_too) for at, each in enumerate(leaves)]
             original_module = getattr(module, ORIGINAL_MODULE, None)
             run = original if original_module is None else original_module
             found = answers(self._whole, module, run, few, structure)
@@ -191,8 +202,11 @@ class _Known:
         """Whether the module is tried again now."""
         if isinstance(self.cuts, str) or not 1 < self.calls <= AGAIN:
             return False
-        power = not self.calls & (self.calls - 1)
-        return power or (self.calls <= FIRST and any(part.kind != "rows" for part in self.cuts.parts))
+        return not self.calls & (self.calls - 1) or (self.calls <= FIRST and self.gives_numbers())
+
+    def gives_numbers(self) -> bool:
+        """Whether the module answers with more than rows."""
+        return not isinstance(self.cuts, str) and any(part.kind != "rows" for part in self.cuts.parts)
 
 
 class Cuts(NamedTuple):
@@ -286,21 +300,20 @@ def _kind(leaf: Any, rows: int) -> Any:
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
 
 
-def _few_of_each(layout: Layout) -> list[int]:
-    """How many rows of each rank a module is tried on."""
-    each = -(-FEW // len(layout.per_rank))
+def _few_of_each(layout: Layout, rows: int) -> list[int]:
+    """How many of the ``rows`` that a module is tried on are those of each rank."""
+    each = -(-rows // len(layout.per_rank))
     return [min(each, rows) for rows in layout.per_rank]
 
 
-def _few(leaf: Any, whole: Whole, layout: Layout, cut_too: bool) -> Any:
+def _few(leaf: Any, whole: Whole, counts: list[int], layout: Layout, cut_too: bool) -> Any:
     """The first rows of ``leaf``, on every rank, as a tuple with the dimension of the rows; anything else as it is."""
     if isinstance(leaf, Rows):
         with LOCAL(), torch.no_grad():
-            dim, counts = leaf.row_dim, _few_of_each(layout)
+            dim = leaf.row_dim
             mine = plain(leaf).detach().movedim(dim, 0)[: counts[layout.rank]]
             return Few(torch.cat(whole.between.parts(mine.contiguous(), counts)).movedim(0, dim), dim)
     if cut_too:
-        counts = _few_of_each(layout)
         starts = [sum(layout.per_rank[:rank]) for rank in range(len(counts))]
         return Few(torch.cat([leaf.detach()[start : start + count] for start, count in zip(starts, counts, strict=True)]), 0)
     return collected(leaf).detach() if isinstance(leaf, Partial) else leaf

@@ -12,7 +12,7 @@ from torch import Tensor
 from parwrap.rows.layout import Layout
 from parwrap.rows.tensors import NOT_BY_ROWS, Partial, Rows, as_partial, as_rows, plain
 
-__all__ = ["SHAPES", "cat", "chunk", "reshaped", "split", "stack", "unbind"]
+__all__ = ["SHAPES", "cat", "chunk", "reshaped", "split", "squeezed", "stack", "unbind"]
 
 MOST = 64
 """A layout of more segments is not followed: the rows are collected."""
@@ -147,15 +147,19 @@ def unflatten(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
     return _reshape(Tensor.reshape, x, [*sizes[:dim], *into, *sizes[dim + 1 :]])
 
 
+def squeezed(x: Rows, args: tuple, kwargs: dict) -> tuple[int, ...]:
+    """The dimensions that a ``squeeze`` of the whole takes away."""
+    sizes, dim = whole_sizes(x), args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = range(x.ndim) if dim is None else [each % x.ndim for each in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+    return tuple(each for each in dims if sizes[each] == 1)
+
+
 @of_rows
 def squeeze(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
-    sizes = whole_sizes(x)
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    dims = range(x.ndim) if dim is None else [each % x.ndim for each in (dim if isinstance(dim, (tuple, list)) else (dim,))]
-    gone = [each for each in dims if sizes[each] == 1]
+    gone = squeezed(x, args, kwargs)
     if x.row_dim in gone:
         return NOT_BY_ROWS
-    return as_rows(func(plain(x), tuple(gone)), x.row_layout, x.row_dim - sum(each < x.row_dim for each in gone))
+    return as_rows(func(plain(x), gone), x.row_layout, x.row_dim - sum(each < x.row_dim for each in gone))
 
 
 @of_rows
@@ -191,17 +195,6 @@ def t(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
 
 @of_rows
 def movedim(func: Any, x: Rows, args: tuple, kwargs: dict) -> Any:
-    moved = torch.movedim(torch.empty([0] * x.ndim).permute(range(x.ndim)), *args[1:], **kwargs)
-    order = (
-        [
-            int(each)
-            for each in torch.movedim(
-                torch.arange(x.ndim).view([x.ndim] + [1] * (x.ndim - 1)).expand([x.ndim] * x.ndim) * 0, *args[1:], **kwargs
-            ).shape
-        ]
-        if moved is None
-        else None
-    )
     names = list(range(x.ndim))
     source, target = (
         ([each] if isinstance(each, int) else list(each))

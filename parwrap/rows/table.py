@@ -16,8 +16,21 @@ from torch.nn import functional as F
 
 from parwrap.rows.indexing import get_item, set_item
 from parwrap.rows.losses import LOSSES, cross_entropy, loss
-from parwrap.rows.shapes import SHAPES, cat, chunk, split, stack, unbind
-from parwrap.rows.tensors import NOT_BY_ROWS, Borrowed, Partial, Rows, as_partial, as_rows, collected, current, handlers, named, plain
+from parwrap.rows.shapes import SHAPES, cat, chunk, split, squeezed, stack, unbind
+from parwrap.rows.tensors import (
+    NOT_BY_ROWS,
+    Borrowed,
+    OfBatch,
+    Partial,
+    Rows,
+    as_partial,
+    as_rows,
+    collected,
+    current,
+    handlers,
+    named,
+    plain,
+)
 from parwrap.torch_private.functions import FOREACH, NATIVE
 
 __all__ = ["kinds"]
@@ -33,8 +46,8 @@ isfinite isposinf isneginf isclose logical_and logical_or logical_not logical_xo
 bitwise_left_shift bitwise_right_shift clamp clip clamp_min clamp_max where maximum minimum fmax fmin sign sgn signbit round floor ceil
 trunc fix frac erf erfc erfinv lerp addcmul addcdiv nan_to_num reciprocal masked_fill copysign hypot logaddexp logaddexp2 logit sinc
 heaviside xlogy lgamma digamma deg2rad rad2deg gcd lcm float double half int long bool bfloat16 short byte char to cpu cuda detach clone
-contiguous type_as conj angle real imag pin_memory copy_ fill_ zero_ requires_grad_ data rsub view_as_real view_as_complex polar complex
-gather scatter scatter_add take_along_dim index_fill __rsub__ __radd__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __rmod__
+contiguous type_as conj angle real imag pin_memory copy_ fill_ zero_ requires_grad_ data rsub polar complex
+__rsub__ __radd__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __rmod__
 __add__ __sub__ __mul__ __truediv__ __div__ __floordiv__ __pow__ __mod__ __and__ __or__ __xor__ __invert__ __neg__ __pos__ __abs__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__
 __ior__ __ixor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__
@@ -68,8 +81,7 @@ DRAWS_LIKE = {"randn_like": torch.randn, "rand_like": torch.rand}
 LAYERS = named("""
 linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d
 avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-adaptive_max_pool3d interpolate upsample pad embedding layer_norm rms_norm group_norm instance_norm unfold fold grid_sample affine_grid
-pixel_shuffle pixel_unshuffle pairwise_distance local_response_norm scaled_dot_product_attention channel_shuffle lp_pool1d lp_pool2d
+adaptive_max_pool3d interpolate upsample pad embedding layer_norm rms_norm group_norm instance_norm unfold fold grid_sample pixel_shuffle pixel_unshuffle pairwise_distance local_response_norm scaled_dot_product_attention channel_shuffle lp_pool1d lp_pool2d
 """)
 """Layers as functions, whose first argument has a sample in each row."""
 
@@ -204,8 +216,8 @@ def _dims(name: str, args: Args, kwargs: Kwargs, ndim: int) -> tuple[int, ...] |
         found = args[position]
         if isinstance(found, bool) or isinstance(found, Tensor):
             return None
-        if name == "flip" and len(args) > 2:
-            found = args[1:]
+        if name in ("flip", "count_nonzero") and len(args) > 2:
+            found = tuple(map(int, args[1:]))
     if found is None or isinstance(found, str):
         return None
     return tuple(each % ndim for each in (found if isinstance(found, (tuple, list)) else (found,)))
@@ -228,9 +240,11 @@ def along(name: str) -> Callable[[Any, Args, Kwargs], Any]:
 
 
 def _keeps(name: str, args: Args, kwargs: Kwargs) -> bool:
+    if name == "count_nonzero":
+        return False
     if "keepdim" in kwargs:
         return bool(kwargs["keepdim"])
-    at = {"norm": 3, "vector_norm": 3, "kthvalue": 3, "var": 3, "std": 3}.get(name, 2)
+    at = {"norm": 3, "vector_norm": 3, "kthvalue": 3, "var": 3, "std": 3, "var_mean": 3, "std_mean": 3}.get(name, 2)
     return len(args) > at and args[at] is True
 
 
@@ -309,6 +323,37 @@ def draws_like(name: str) -> Callable[[Any, Args, Kwargs], Any]:
     return handler
 
 
+def by_index(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``gather``, ``scatter`` and others whose index says where, along another dimension than that of the rows."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else args[2] if len(args) > 2 else None)
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    if not isinstance(dim, int) or any(each.row_dim == dim % each.ndim for each in tensors if isinstance(each, Rows)):
+        return NOT_BY_ROWS
+    if func.__name__.startswith("index_fill"):
+        x, index = tensors[:2]
+        return (
+            _kept(func(*args, **kwargs), x) if isinstance(x, Rows) and not isinstance(index, OfBatch) and len(tensors) == 2 else NOT_BY_ROWS
+        )
+    return elementwise(func, args, kwargs) if len({each.ndim for each in tensors if each.ndim}) == 1 else NOT_BY_ROWS
+
+
+def _kept(result: Tensor, x: Rows) -> Tensor:
+    """``result`` with the rows where they are in ``x``; it may be ``x`` itself."""
+    return as_rows(result, x.row_layout, x.row_dim)
+
+
+def same_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Calls that add or take away a last dimension, or that of their argument, behind the rows."""
+    x = args[0] if args else None
+    if not isinstance(x, Rows) or any(isinstance(each, OfBatch) for each in args[1:]):
+        return NOT_BY_ROWS
+    if func.__name__ == "view_as_complex" and x.row_dim == x.ndim - 1:
+        return NOT_BY_ROWS
+    if func.__name__ == "unfold" and kwargs.get("dimension", args[1] if len(args) > 1 else 0) % x.ndim == x.row_dim:
+        return NOT_BY_ROWS
+    return _kept(func(*args, **kwargs), x)
+
+
 def shape_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``unsqueeze_``, ``t_`` and others: like the function without ``_``, on the same object."""
     x = args[0]
@@ -319,7 +364,7 @@ def shape_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if after is NOT_BY_ROWS:
         return NOT_BY_ROWS
     layout, dim = after.row_layout, after.row_dim
-    func(*args, **kwargs) if name != "squeeze" else x.squeeze_(tuple(each for each, size in enumerate(whole_shape(x)) if size == 1))
+    func(*args, **kwargs) if name != "squeeze" else x.squeeze_(squeezed(x, args, kwargs))
     x.row_layout, x.row_dim = layout, dim
     return x
 
@@ -348,13 +393,15 @@ def dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def layer(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0] if args else kwargs.get("input")
     name = func.__name__
-    if not isinstance(x, Rows):
+    if not isinstance(x, Rows) or 0 in x.row_layout.per_rank:
+        return NOT_BY_ROWS
+    if (name == "embedding" and x.is_floating_point()) or (name == "pairwise_distance" and x.ndim < 2):
         return NOT_BY_ROWS
     if name in ("scaled_dot_product_attention", "pairwise_distance", "grid_sample", "bilinear"):
         if kwargs.get("dropout_p") or len(args) > 4 or x.row_dim != 0 or (name[0] == "s" and x.ndim < 3):
             return NOT_BY_ROWS
         for each in (*args[1:3], kwargs.get("attn_mask")):
-            if isinstance(each, Tensor) and not isinstance(each, Rows) and name != "bilinear":
+            if isinstance(each, Tensor) and not isinstance(each, Rows) and (name != "bilinear" or each is args[1]):
                 return NOT_BY_ROWS
             if isinstance(each, Rows) and (each.row_dim != 0 or each.row_layout != x.row_layout or each.ndim != x.ndim):
                 return NOT_BY_ROWS
@@ -587,6 +634,8 @@ def kinds() -> dict[str, Sequence[str]]:
         "layer": LAYERS,
         "loss": list(LOSSES),
         "shape": list(SHAPES),
+        "index": ["gather", "scatter", "scatter_add", "take_along_dim", "index_fill"],
+        "same place": ["view_as_real", "view_as_complex", "unfold"],
     }
 
 
@@ -624,12 +673,18 @@ def _fill() -> None:
     for name in ("is_contiguous", "stride"):
         _register(name, memory)
     _register("broadcast_tensors", broadcast)
+    for name in ("gather", "scatter", "scatter_add", "take_along_dim", "index_fill"):
+        _register(name, by_index)
+        _register(f"{name}_", by_index)
+    for name in ("view_as_real", "view_as_complex"):
+        _register(name, same_place)
+    handlers[Tensor.unfold] = same_place
     for name in READS:
         _register(name, read(name))
     for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero"):
         _register(name, item)
     for name, handler in {
-        "dropout": dropout, "alpha_dropout": dropout, "feature_dropout": dropout, "one_hot": one_hot, "batch_norm": batch_norm,
+        "dropout": dropout, "feature_dropout": dropout, "one_hot": one_hot, "batch_norm": batch_norm,
         "cosine_similarity": cosine_similarity, "matmul": matmul, "mm": matmul, "bmm": matmul, "mv": matmul, "__matmul__": matmul,
         "__rmatmul__": matmul, "requires_grad_": requires_grad, "register_hook": register_hook, "__deepcopy__": deepcopy, "__getitem__": getitem,
         "__setitem__": setitem, "cat": cat, "concat": cat, "concatenate": cat, "stack": stack, "chunk": chunk, "split": split, "unbind": unbind,

@@ -19,7 +19,7 @@ from parwrap.rows.losses import CRITERION, divisor_of, whole_divisor
 from parwrap.rows.modules import ModuleCalls
 from parwrap.rows.table import leaf
 from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, open_whole, plain
-from parwrap.torch_private.autograd import current_transform, in_backward
+from parwrap.torch_private.autograd import current_transform, in_backward, is_traced
 from parwrap.torch_private.functions import TRANSFORMS, enable_torch_function, pytree
 from parwrap.torch_private.jit import scripted_as
 
@@ -152,7 +152,7 @@ class WholeBatch(Interceptor):
         return _by_rows(compiled, model)
 
     def _grad(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if self.whole.inside or in_backward() or current_transform() is not None:
+        if self.whole.inside or in_backward() or current_transform() is not None or is_traced():
             return wrapped(*args, **kwargs)
         return self._gradients(wrapped, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from parwrap.torch_private.versions import private
 
@@ -16,6 +17,7 @@ __all__ = [
     "current_transform",
     "in_backward",
     "input_metadata",
+    "is_traced",
     "is_transformed",
     "outside_of_transforms",
     "saved_sparse",
@@ -51,6 +53,11 @@ def outside_of_transforms() -> Iterator[None]:
         while current_transform() is not None:
             left.enter_context(temporarily_pop_interpreter_stack())
         yield
+
+
+def is_traced() -> bool:
+    """Whether a compiler records what runs now, with tensors that stand for others. No public function says so."""
+    return bool(_get_current_dispatch_mode_stack())
 
 
 def in_backward() -> bool:

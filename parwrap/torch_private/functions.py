@@ -18,6 +18,7 @@ __all__ = [
     "NATIVE",
     "TRANSFORMS",
     "Criterion",
+    "all_hooks",
     "enable_torch_function",
     "forward_hooks",
     "has_backward_hooks",
@@ -58,3 +59,13 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable], dict[int, Cal
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether ``module`` has hooks of ``register_full_backward_hook`` or ``register_full_backward_pre_hook``. No public name tells."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def all_hooks(module: nn.Module) -> list[int]:
+    """The numbers of all hooks on ``module`` and those inside. Publicly, hooks are only added and removed."""
+    return [
+        key
+        for each in module.modules()
+        for hooks in (*forward_hooks(each), each._backward_hooks, each._backward_pre_hooks)
+        for key in hooks
+    ]

@@ -105,3 +105,12 @@ def test_hooks_on_the_gradients_of_a_module_are_known():
     module.register_full_backward_hook(print)
 
     assert functions.has_backward_hooks(module)
+    assert len(functions.all_hooks(nn.Sequential(module))) == 1
+
+
+def test_what_a_compiler_records_is_known():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not autograd.is_traced()
+    with FakeTensorMode():
+        assert autograd.is_traced()
