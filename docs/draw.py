@@ -1,4 +1,7 @@
-"""Draws the pictures of ``concepts.rst`` and ``whole_batches.rst``: ``python docs/draw.py`` writes them. parwrap's own samplers say what each rank reads."""
+"""Draws the pictures of ``concepts.rst`` and ``whole_batches.rst``: ``python docs/draw.py`` writes them.
+
+parwrap's own samplers say what each rank reads.
+"""
 
 from __future__ import annotations
 

@@ -157,14 +157,14 @@ class Options:
         for name in ("lr", "loss", "uneven", "draws"):
             if self.batch == "whole" and self.is_given(name):
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} has no effect with batch='whole', where the script sees the batch of one process: remove "
-                    "one of them."
+                    f"{name}={getattr(self, name)!r} has no effect with batch='whole', where the script sees the batch of one process: "
+                    "remove one of them."
                 )
         if self.batch == "whole" and not self.traits.averages:
             able = ", ".join(repr(name) for name, traits in STRATEGIES.items() if traits.averages)
             raise UsageError(
-                f"batch='whole' needs gradients that are averaged in each backward, but with strategy={self.strategy!r} they are not: choose "
-                f"one of {able}."
+                f"batch='whole' needs gradients that are averaged in each backward, but with strategy={self.strategy!r} they are not: "
+                f"choose one of {able}."
             )
         if self.backend is not None and not (isinstance(self.backend, str) and dist.is_backend_available(self.backend)):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))

@@ -50,7 +50,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
             [2.]])
     """
     if whole_is_open() is not None:
-        return collected(x)  # type: ignore[no-any-return]
+        return collected(x)
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"parwrap.gather_with_grad() takes a tensor, not {type(x).__name__}: call it once for each tensor.")
     if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):

@@ -73,7 +73,7 @@ class PassSteps:
 
 @dataclass(eq=False)
 class Pass:
-    """One iteration over a loader. A pickled pass has its plain data, without the handles: ``loader``, ``weights``, ``counting`` and ``rows``.
+    """One iteration over a loader. A pickled pass has its plain data, without ``loader``, ``weights``, ``counting`` and ``rows``.
 
     Attributes:
         trains: whether it is a training pass.

@@ -1,7 +1,7 @@
 """What ranks tell each other of rows, differentiable any number of times.
 
-Ranks differentiate the sum of their losses, each by its own graph. The collectives have their true adjoints, so that the mean over ranks of a
-parameter's gradient, which DDP leaves, is the gradient of one process: at any order of differentiation, and whatever is mixed.
+Ranks differentiate the sum of their losses, each by its own graph. The collectives have their true adjoints, so that the mean over
+ranks of a parameter's gradient, which DDP leaves, is the gradient of one process: at any order of differentiation, and whatever is mixed.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Collectives:
 
     def mean(self, numbers: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, differentiable."""
-        return _Mean.apply(numbers, self)  # type: ignore[no-any-return]
+        return _Mean.apply(numbers, self)
 
     def gathered(self, local: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
         """The whole of which ``local`` has this rank's rows in dimension ``dim``, differentiable."""
         if dim:
             return self.gathered(local.movedim(dim, 0), layout, 0).movedim(0, dim).contiguous()
-        return _Gathered.apply(local, layout, self)  # type: ignore[no-any-return]
+        return _Gathered.apply(local, layout, self)
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of the tensors ``numbers``, which no rank changes."""
@@ -111,7 +111,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
-        return _OwnSum.apply(grads[0], ctx.layout, ctx.between), None, None  # type: ignore[return-value]
+        return _OwnSum.apply(grads[0], ctx.layout, ctx.between), None, None
 
 
 class _OwnSum(torch.autograd.Function):
@@ -124,4 +124,4 @@ class _OwnSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
-        return _Gathered.apply(grads[0], ctx.layout, ctx.between), None, None  # type: ignore[return-value]
+        return _Gathered.apply(grads[0], ctx.layout, ctx.between), None, None

@@ -113,7 +113,9 @@ def answers(whole: Whole, module: nn.Module, run: Callable[..., Any], few: Seque
     leaves = [leaves for leaves, _ in found]
     if len({len(each) for each in lefts}) > 1:
         return KEEPS
-    return Answers(*leaves, structures[0], (first, rows - first), quiet.drew, lefts, gradients, *hooks)
+    return Answers(  # type: ignore[call-arg]
+        *leaves, structures[0], (first, rows - first), quiet.drew, lefts, gradients, *hooks
+    )
 
 
 @contextlib.contextmanager
@@ -258,7 +260,8 @@ def _put_back(target: Any, content: Any) -> None:
 
 
 FILLS = {
-    "normal_": 0.25, "uniform_": 0.5, "exponential_": 0.5, "random_": 1.0, "bernoulli_": 1.0, "geometric_": 1.0, "log_normal_": 1.0, "cauchy_": 0.25,
+    "normal_": 0.25, "uniform_": 0.5, "exponential_": 0.5, "random_": 1.0, "bernoulli_": 1.0, "geometric_": 1.0, "log_normal_": 1.0,
+    "cauchy_": 0.25,
 }  # fmt: skip
 """Numbers in the place of drawn ones: the same for each row, so that answers to parts can be compared with that to all."""
 

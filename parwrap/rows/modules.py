@@ -1,7 +1,7 @@
 """Calls of modules: the outermost one runs on this rank's rows, with plain tensors inside.
 
-A module is cut if cutting a few rows gives the answer of the whole: ``Cuts`` computes both, once for each module, mode and kind of arguments, and
-finds from them where rows are in the answer. Otherwise every rank runs the module on the whole batch.
+A module is cut if cutting a few rows gives the answer of the whole: both are computed once for each module, mode and kind of arguments, and
+``Cuts`` has from them where rows are in the answer. Otherwise every rank runs the module on the whole batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SINGLE = (torch.Tensor, int, float, str, type(None))
 """Arguments that hold no others."""
 
 FIRST = 16
-"""In so many first calls a module that answers with a number is tried on the whole batch: that a number is a mean over rows shows there only."""
+"""In so many first calls a module that answers with a number is tried on the whole batch: only there its number shows what it is."""
 
 OTHER_SIZE = "its answer has another size than rows give"
 
@@ -121,8 +121,8 @@ class ModuleCalls:
         if module not in self._said and why:
             self._said[module] = True
             warn(
-                f"parwrap: {script_place()} calls {type(module).__name__} on the whole batch on every rank, because {why}. That is right, and "
-                "no faster than one process."
+                f"parwrap: {script_place()} calls {type(module).__name__} on the whole batch on every rank, because {why}. That is right, "
+                "and no faster than one process."
             )
         args, kwargs = _built([collected(each, f"{type(module).__name__}()") for each in leaves], structure)
         return original(*args, **kwargs)
@@ -327,7 +327,7 @@ def part_of_answers(found: Answers) -> tuple[list[Part], list[list[Part]]] | str
         if part is None:
             return "its answer for a row depends on other rows"
         parts.append(part)
-    if any(_part(*leaves, found.sizes) != Part("same") for leaves in zip(*found.left, strict=True)):
+    if any(_part(*leaves, found.sizes) != Part("same") for leaves in zip(*found.left, strict=True)):  # type: ignore[call-arg]
         return KEEPS
     if found.gradients and not _adds_up(parts, found):
         return "the backward of a torch.autograd.Function in it looks at other rows"

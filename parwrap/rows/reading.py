@@ -18,7 +18,7 @@ __all__ = ["OwnParts", "RowsOf", "reads_own"]
 
 
 def reads_own(loader: DataLoader) -> bool:
-    """Whether a rank can read its own rows of ``loader``: torch's default collate makes each row from one sample, whatever the others are."""
+    """Whether a rank can read its own rows of ``loader``: torch's default collate makes each row of one sample."""
     plain = loader.batch_sampler is not None and loader.collate_fn is default_collate
     return plain and not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict")
 

@@ -323,7 +323,7 @@ def _dim(args: tuple, kwargs: dict, default: int = 0) -> int:
 
 
 def cat(func: Any, args: tuple, kwargs: dict) -> Any:
-    tensors = args[0] if args else kwargs.get("tensors")
+    tensors: Any = args[0] if args else kwargs.get("tensors")
     if "out" in kwargs:
         return NOT_BY_ROWS
     rows = [each for each in tensors if isinstance(each, Rows)]
@@ -345,7 +345,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def stack(func: Any, args: tuple, kwargs: dict) -> Any:
-    tensors = args[0] if args else kwargs.get("tensors")
+    tensors: Any = args[0] if args else kwargs.get("tensors")
     if "out" in kwargs:
         return NOT_BY_ROWS
     x = next((each for each in tensors if isinstance(each, Rows)), None)

@@ -1,7 +1,7 @@
 """What each of torch's functions does with rows: one line an operation, and a handler for each kind of them.
 
-A handler gets the function and its arguments, runs it on this rank's rows, and says where rows lie in the result. It returns ``NOT_BY_ROWS``
-where the call needs other ranks' rows. ``kinds`` is the table; ``tests/rows/test_table.py`` runs every row of it.
+A handler gets the function and its arguments, runs it on this rank's rows, and says where rows lie in the result. It returns
+``NOT_BY_ROWS`` where the call needs other ranks' rows. ``kinds`` is the table; ``tests/rows/test_table.py`` runs every row of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from parwrap.torch_private.functions import FOREACH, NATIVE
 
 __all__ = ["kinds"]
 
-Args, Kwargs = tuple, dict
 
 ELEMENTWISE = named("""
 add sub subtract mul multiply div divide true_divide floor_divide pow float_power rpow remainder fmod neg negative positive abs absolute
@@ -61,7 +60,8 @@ msort_
 """Functions that work along a dimension and keep it: where it is among the arguments, and its default."""
 
 AT: dict[str, tuple[int, Any]] = {
-    "sort": (1, -1), "argsort": (1, -1), "glu": (1, -1), "normalize": (2, 1), "gumbel_softmax": (4, -1), "topk": (2, -1), "kthvalue": (2, -1),
+    "sort": (1, -1), "argsort": (1, -1), "glu": (1, -1), "normalize": (2, 1), "gumbel_softmax": (4, -1), "topk": (2, -1),
+    "kthvalue": (2, -1),
     "norm": (2, None), "vector_norm": (2, None), "cosine_similarity": (2, 1), "diff": (2, -1), "roll": (2, None), "select": (1, None),
     "narrow": (1, None), "index_select": (1, None),
 }  # fmt: skip
@@ -81,7 +81,8 @@ DRAWS_LIKE = {"randn_like": torch.randn, "rand_like": torch.rand}
 LAYERS = named("""
 linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d
 avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-adaptive_max_pool3d interpolate upsample pad embedding layer_norm rms_norm group_norm instance_norm unfold fold grid_sample pixel_shuffle pixel_unshuffle pairwise_distance local_response_norm scaled_dot_product_attention channel_shuffle lp_pool1d lp_pool2d
+adaptive_max_pool3d interpolate upsample pad embedding layer_norm rms_norm group_norm instance_norm unfold fold grid_sample
+pixel_shuffle pixel_unshuffle pairwise_distance local_response_norm scaled_dot_product_attention channel_shuffle lp_pool1d lp_pool2d
 """)
 """Layers as functions, whose first argument has a sample in each row."""
 
@@ -111,7 +112,7 @@ def fit(operand: Any, layout: Any, from_right: int) -> Any:
     return layout.own(operand, operand.ndim + from_right) if size == layout.n else NOT_BY_ROWS
 
 
-def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     layout: Any = None
     from_right, most, tensors = 0, 0, False
     for each in args if not kwargs else (*args, *kwargs.values()):
@@ -146,7 +147,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _mark(result, layout, result.ndim + from_right) if isinstance(result, Tensor) else NOT_BY_ROWS
 
 
-def broadcast(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def broadcast(func: Any, args: tuple, kwargs: dict) -> Any:
     """``broadcast_tensors``, by which ``torch.distributions`` makes its parameters alike."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
     x = next((each for each in tensors if isinstance(each, Rows)), None)
@@ -182,7 +183,7 @@ __isub__ __imul__ __itruediv__ sum mean requires_grad_ view_as flatten ravel
 """Functions after which a mean over ranks is still one."""
 
 
-def of_partial(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def of_partial(func: Any, args: tuple, kwargs: dict) -> Any:
     """A function that a mean over ranks goes through, if it does."""
     name = func.__name__
     base = name[:-1] if name[-1] == "_" and name[-2] != "_" and name != "requires_grad_" else name
@@ -208,13 +209,13 @@ def of_partial(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return as_partial(result)
 
 
-def _dims(name: str, args: Args, kwargs: Kwargs, ndim: int) -> tuple[int, ...] | None:
+def _dims(name: str, args: tuple, kwargs: dict, ndim: int) -> tuple[int, ...] | None:
     """The dimensions that a call names, counted from the left; ``None`` if it names none."""
     position, default = AT.get(name, (1, None))
     found = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", default)))
     if "dim" not in kwargs and "axis" not in kwargs and "dims" not in kwargs and len(args) > position:
         found = args[position]
-        if isinstance(found, bool) or isinstance(found, Tensor):
+        if isinstance(found, (bool, Tensor)):
             return None
         if name in ("flip", "count_nonzero") and len(args) > 2:
             found = tuple(map(int, args[1:]))
@@ -223,8 +224,8 @@ def _dims(name: str, args: Args, kwargs: Kwargs, ndim: int) -> tuple[int, ...] |
     return tuple(each % ndim for each in (found if isinstance(found, (tuple, list)) else (found,)))
 
 
-def along(name: str) -> Callable[[Any, Args, Kwargs], Any]:
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def along(name: str) -> Callable[[Any, tuple, dict], Any]:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else None
         if not isinstance(x, Rows) or "out" in kwargs or _writes(func):
             return NOT_BY_ROWS
@@ -239,7 +240,7 @@ def along(name: str) -> Callable[[Any, Args, Kwargs], Any]:
     return handler
 
 
-def _keeps(name: str, args: Args, kwargs: Kwargs) -> bool:
+def _keeps(name: str, args: tuple, kwargs: dict) -> bool:
     if name == "count_nonzero":
         return False
     if "keepdim" in kwargs:
@@ -248,8 +249,8 @@ def _keeps(name: str, args: Args, kwargs: Kwargs) -> bool:
     return len(args) > at and args[at] is True
 
 
-def reduction(name: str) -> Callable[[Any, Args, Kwargs], Any]:
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def reduction(name: str) -> Callable[[Any, tuple, dict], Any]:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else kwargs.get("input")
         if isinstance(x, Partial):
             return of_partial(func, args, kwargs)
@@ -301,7 +302,7 @@ def _small(func: Any, x: Rows) -> Any:
     return func(torch.cat(between.parts(func(plain(x)).reshape(1), [1] * between.size)))
 
 
-def like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def like(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Rows):
         return NOT_BY_ROWS
@@ -309,8 +310,8 @@ def like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return leaf(as_rows(result, x.row_layout, x.row_dim)) if func.__name__.endswith("like") else result
 
 
-def draws_like(name: str) -> Callable[[Any, Args, Kwargs], Any]:
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def draws_like(name: str) -> Callable[[Any, tuple, dict], Any]:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else kwargs.pop("input")
         if not isinstance(x, Rows):
             return NOT_BY_ROWS
@@ -323,7 +324,7 @@ def draws_like(name: str) -> Callable[[Any, Args, Kwargs], Any]:
     return handler
 
 
-def by_index(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def by_index(func: Any, args: tuple, kwargs: dict) -> Any:
     """``gather``, ``scatter`` and others whose index says where, along another dimension than that of the rows."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else args[2] if len(args) > 2 else None)
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
@@ -342,7 +343,7 @@ def _kept(result: Tensor, x: Rows) -> Tensor:
     return as_rows(result, x.row_layout, x.row_dim)
 
 
-def same_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def same_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """Calls that add or take away a last dimension, or that of their argument, behind the rows."""
     x = args[0] if args else None
     if not isinstance(x, Rows) or any(isinstance(each, OfBatch) for each in args[1:]):
@@ -354,7 +355,7 @@ def same_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _kept(func(*args, **kwargs), x)
 
 
-def shape_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def shape_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """``unsqueeze_``, ``t_`` and others: like the function without ``_``, on the same object."""
     x = args[0]
     if not isinstance(x, Rows):
@@ -369,19 +370,19 @@ def shape_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return x
 
 
-def memory(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def memory(func: Any, args: tuple, kwargs: dict) -> Any:
     """How the whole would lie in memory."""
     x = args[0]
     if not isinstance(x, Rows):
         return func(*args, **kwargs)
-    order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    order = sorted(range(x.ndim), key=lambda dim: (-x.stride()[dim], dim))
     sizes, strides, step = whole_shape(x), [0] * x.ndim, 1
     for dim in reversed(order):
         strides[dim], step = step, step * max(sizes[dim], 1)
     return func(torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta"), *args[1:], **kwargs)
 
 
-def dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def dropout(func: Any, args: tuple, kwargs: dict) -> Any:
     """Dropout outside of modules: the draws are those of the whole batch."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Rows) or any(isinstance(each, Rows) for each in args[1:]) or not x.is_floating_point() or kwargs.get("inplace"):
@@ -390,7 +391,7 @@ def dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return as_rows(plain(x) * x.row_layout.own(mask, x.row_dim), x.row_layout, x.row_dim)
 
 
-def layer(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def layer(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0] if args else kwargs.get("input")
     name = func.__name__
     if not isinstance(x, Rows) or 0 in x.row_layout.per_rank:
@@ -423,19 +424,19 @@ def layer(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _mark(func(*args, **kwargs), x.row_layout, 0)
 
 
-def batch_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """A batch norm outside of modules that have parameters: in eval mode each row by itself."""
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     x = args[0] if args else kwargs.get("input")
     return as_rows(func(*args, **kwargs), x.row_layout, 0) if isinstance(x, Rows) and not training and x.row_dim == 0 else NOT_BY_ROWS
 
 
-def one_hot(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
     x, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     return as_rows(func(plain(x), classes), x.row_layout, x.row_dim) if isinstance(x, Rows) and classes > 0 else NOT_BY_ROWS
 
 
-def cosine_similarity(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def cosine_similarity(func: Any, args: tuple, kwargs: dict) -> Any:
     x, y = args[0], args[1] if len(args) > 1 else kwargs.get("x2")
     if not (isinstance(x, Rows) and isinstance(y, Rows)) or x.row_layout != y.row_layout or x.row_dim != y.row_dim or x.ndim != y.ndim:
         return NOT_BY_ROWS
@@ -444,7 +445,7 @@ def cosine_similarity(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NOT_BY_ROWS if dims[0] == x.row_dim else as_rows(func(*args, **kwargs), x.row_layout, x.row_dim - (dims[0] < x.row_dim))
 
 
-def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def matmul(func: Any, args: tuple, kwargs: dict) -> Any:
     if len(args) < 2 or kwargs:
         return NOT_BY_ROWS
     a, b = args[:2]
@@ -479,8 +480,8 @@ def whole_shape(x: Tensor) -> torch.Size:
     return torch.Size((*shape[: x.row_dim], x.row_layout.n, *shape[x.row_dim + 1 :])) if isinstance(x, Rows) else shape
 
 
-def read(name: str) -> Callable[[Any, Args, Kwargs], Any]:
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def read(name: str) -> Callable[[Any, tuple, dict], Any]:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0]
         if name == "size":
             shape = whole_shape(x)
@@ -495,7 +496,7 @@ def read(name: str) -> Callable[[Any, Args, Kwargs], Any]:
     return handler
 
 
-def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def item(func: Any, args: tuple, kwargs: dict) -> Any:
     """One number of all rows is asked for."""
     x = args[0]
     if isinstance(x, Partial):
@@ -503,12 +504,12 @@ def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NOT_BY_ROWS
 
 
-def same(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def same(func: Any, args: tuple, kwargs: dict) -> Any:
     """Calls that concern this rank's tensor as it is."""
     return func(*args, **kwargs)
 
 
-def requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def requires_grad(func: Any, args: tuple, kwargs: dict) -> Any:
     func(*args, **kwargs)
     return leaf(args[0])
 
@@ -521,7 +522,7 @@ def leaf(x: Tensor) -> Tensor:
     return x
 
 
-def get_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
     grad = func(x)
     if grad is None or not isinstance(x, Rows) or isinstance(grad, Rows):
@@ -531,7 +532,7 @@ def get_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return as_rows(grad, x.row_layout, x.row_dim)
 
 
-def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def set_grad(func: Any, args: tuple, kwargs: dict) -> Any:
     x, grad = args
     if isinstance(x, Rows) and isinstance(grad, Tensor) and not isinstance(grad, Rows):
         grad = as_rows(x.row_layout.own(grad, x.row_dim).clone(), x.row_layout, x.row_dim)
@@ -540,13 +541,13 @@ def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(x, grad)
 
 
-def get_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def get_data(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
     result = func(x)
     return as_rows(result, x.row_layout, x.row_dim) if isinstance(x, Rows) else as_partial(result)
 
 
-def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def set_data(func: Any, args: tuple, kwargs: dict) -> Any:
     x, new = args
     if isinstance(x, Rows):
         if isinstance(new, Rows) and new.row_dim == x.row_dim:
@@ -556,7 +557,7 @@ def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(x, collected(new))
 
 
-def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
     """The script's hook on rows gets the gradient of one process."""
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     if not isinstance(x, Rows):
@@ -572,13 +573,13 @@ def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(x, of_rows)
 
 
-def deepcopy(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def deepcopy(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
     result = plain(x).detach().clone().requires_grad_(x.requires_grad)
     return leaf(as_rows(result, x.row_layout, x.row_dim)) if isinstance(x, Rows) else as_partial(result)
 
 
-def foreach(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def foreach(func: Any, args: tuple, kwargs: dict) -> Any:
     """Optimizers step rows, such as latents, number by number."""
     for each in zip(*(arg for arg in args if isinstance(arg, (list, tuple)) and len(arg)), strict=False):
         layouts = [one.row_layout if isinstance(one, Rows) else None for one in each if isinstance(one, Tensor) and one.ndim]
@@ -588,15 +589,15 @@ def foreach(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return None
 
 
-def setitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def setitem(func: Any, args: tuple, kwargs: dict) -> Any:
     return set_item(func, *args)
 
 
-def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def getitem(func: Any, args: tuple, kwargs: dict) -> Any:
     return get_item(func, *args)
 
 
-def swapped(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def swapped(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.T``, ``x.mT``, ``x.H`` and ``x.mH``."""
     x, last = args[0], args[0].ndim - 1
     if not isinstance(x, Rows) or last < 1:
@@ -607,8 +608,8 @@ def swapped(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return as_rows(func(x), x.row_layout, {last: last - 1, last - 1: last}.get(x.row_dim, x.row_dim))
 
 
-def attribute(name: str) -> Callable[[Any, Args, Kwargs], Any]:
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def attribute(name: str) -> Callable[[Any, tuple, dict], Any]:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
         return whole_shape(args[0]) if name == "shape" else func(*args)
 
     return handler
@@ -639,7 +640,7 @@ def kinds() -> dict[str, Sequence[str]]:
     }
 
 
-def _register(name: str, handler: Callable[[Any, Args, Kwargs], Any]) -> None:
+def _register(name: str, handler: Callable[[Any, tuple, dict], Any]) -> None:
     for owner in OWNERS:
         found = owner.__dict__.get(name, getattr(owner, name, None)) if not isinstance(owner, type) else getattr(owner, name, None)
         if callable(found):
@@ -686,24 +687,26 @@ def _fill() -> None:
     for name, handler in {
         "dropout": dropout, "feature_dropout": dropout, "one_hot": one_hot, "batch_norm": batch_norm,
         "cosine_similarity": cosine_similarity, "matmul": matmul, "mm": matmul, "bmm": matmul, "mv": matmul, "__matmul__": matmul,
-        "__rmatmul__": matmul, "requires_grad_": requires_grad, "register_hook": register_hook, "__deepcopy__": deepcopy, "__getitem__": getitem,
-        "__setitem__": setitem, "cat": cat, "concat": cat, "concatenate": cat, "stack": stack, "chunk": chunk, "split": split, "unbind": unbind,
+        "__rmatmul__": matmul, "requires_grad_": requires_grad, "register_hook": register_hook, "__deepcopy__": deepcopy,
+        "__getitem__": getitem,
+        "__setitem__": setitem, "cat": cat, "concat": cat, "concatenate": cat, "stack": stack, "chunk": chunk, "split": split,
+        "unbind": unbind,
         "tensor_split": lambda func, args, kwargs: NOT_BY_ROWS,
     }.items():  # fmt: skip
         _register(name, handler)
     handlers.update(dict.fromkeys(FOREACH, foreach))
     for name in dir(Tensor):
-        found = getattr(Tensor, name, None)
+        found: Any = getattr(Tensor, name, None)
         if type(found).__name__ == "getset_descriptor" or isinstance(found, property):
-            handlers[found.__get__] = attribute(name)  # type: ignore[union-attr]
+            handlers[found.__get__] = attribute(name)
             if hasattr(found, "__set__"):
-                handlers[found.__set__] = same  # type: ignore[union-attr]
+                handlers[found.__set__] = same
     for name in ("T", "mT", "H", "mH"):
         handlers[getattr(Tensor, name).__get__] = swapped
     handlers[Tensor.nbytes.__get__] = memory  # type: ignore[attr-defined]
     for name in ("real", "imag"):
         handlers[getattr(Tensor, name).__get__] = elementwise
-    handlers[Tensor.grad.__get__], handlers[Tensor.grad.__set__] = get_grad, set_grad  # type: ignore[attr-defined]
+    handlers[Tensor.grad.__get__], handlers[Tensor.grad.__set__] = get_grad, set_grad  # type: ignore[union-attr]
     handlers[Tensor.data.__get__], handlers[Tensor.data.__set__] = get_data, set_data  # type: ignore[attr-defined]
     handlers[Tensor.requires_grad.__set__] = requires_grad  # type: ignore[attr-defined]
 

@@ -1,7 +1,8 @@
 """The tensors of a whole batch, and how a call of torch on one of them is run.
 
-``Rows`` has this rank's rows and stands for all of them. ``Partial`` stands for the mean over ranks of what each holds: a loss, or a count, which
-travels only when it is read. Inside a call of torch both are plain tensors of this rank; ``table.py`` says what is right for which call.
+``Rows`` has this rank's rows and stands for all of them. ``Partial`` stands for the mean over ranks of what each holds: a loss, or a count,
+which travels only when it is read. Inside a call of torch both are plain tensors of this rank;
+``table.py`` says what is right for which call.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -180,7 +181,7 @@ def _lend_views(result: Any, of: torch.Tensor, whole: torch.Tensor) -> None:
     root = view_base(whole) if is_view(whole) else whole
     for each in pytree.tree_leaves(result):
         if type(each) is torch.Tensor and is_view(each) and view_base(each) is root:
-            each.__class__ = Borrowed  # type: ignore[assignment]
+            each.__class__ = Borrowed
             each._of, each._all, each._at = of, whole, version(of)  # type: ignore[attr-defined]
 
 
@@ -191,7 +192,7 @@ for _kind in (Rows, Partial, Borrowed):
 def as_rows(local: torch.Tensor, layout: Layout, dim: int = 0) -> torch.Tensor:
     """Make the plain tensor ``local``, which nothing else uses as such, the rows of this rank; the same object."""
     if type(local) is torch.Tensor:
-        local.__class__ = Rows  # type: ignore[assignment]
+        local.__class__ = Rows
         local.row_layout, local.row_dim = layout, dim  # type: ignore[attr-defined]
     elif not isinstance(local, Rows):  # a parameter, or a tensor of another library
         local = as_rows(local.as_subclass(torch.Tensor), layout, dim)
@@ -201,7 +202,7 @@ def as_rows(local: torch.Tensor, layout: Layout, dim: int = 0) -> torch.Tensor:
 def as_partial(local: torch.Tensor) -> torch.Tensor:
     """Make the plain tensor ``local``, which nothing else uses as such, this rank's part of a mean over ranks; the same object."""
     if type(local) is torch.Tensor:
-        local.__class__ = Partial  # type: ignore[assignment]
+        local.__class__ = Partial
     return local
 
 
@@ -313,7 +314,7 @@ def run_collected(func: Any, args: tuple, kwargs: dict) -> Any:
         func(*whole_args, **{**whole_kwargs, "out": changed})
     else:
         func(changed, *whole_args[1:], **whole_kwargs)
-    _write_back(target, changed)
+    _write_back(cast(torch.Tensor, target), changed)
     return None if name == "__setitem__" else target
 
 

@@ -58,7 +58,7 @@ class WholeBatch(Interceptor):
         """Run ``call`` on this rank's part: the mean over ranks of its gradients is that of one process."""
         if not any(isinstance(each, (Rows, Partial)) for each in (*call.tensors, *call.grad_tensors)):
             return call.run()
-        tensors, grads, size = [], [], self.whole.between.size
+        tensors, grads, size = list[Any](), list[Any](), self.whole.between.size
         for tensor, grad in zip(call.tensors, call.grad_tensors, strict=True):
             if isinstance(tensor, Rows):
                 if grad is None:
@@ -71,7 +71,7 @@ class WholeBatch(Interceptor):
                 grads.append(collected(grad))
         partials = [each for each in tensors if isinstance(each, Partial)]
         for each in partials:
-            each.__class__ = torch.Tensor  # the strategy sends and writes this rank's part
+            each.__class__ = torch.Tensor  # type: ignore[assignment]  # the strategy sends and writes this rank's part
             self._waiting[id(each)] = each
         given = tuple(plain(each) if isinstance(each, Rows) else each for each in call.given)
         try:
@@ -87,7 +87,7 @@ class WholeBatch(Interceptor):
         """Note that the mean over ranks has been written into ``loss``: it is a plain number now."""
         self._waiting.pop(id(loss), None)
         if isinstance(loss, Partial):
-            loss.__class__ = torch.Tensor
+            loss.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable[..., Any]) -> Any:
         return self._modules.call(module, args, kwargs, original)

@@ -52,7 +52,7 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable], dict[int, Callable]]:
-    """The hooks of ``register_forward_hook`` and ``register_forward_pre_hook``, by their numbers. Publicly, they are only added and removed."""
+    """The hooks of ``register_forward_hook`` and ``register_forward_pre_hook``, by their numbers. Publicly, none can be listed."""
     return module._forward_hooks, module._forward_pre_hooks
 
 

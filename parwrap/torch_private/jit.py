@@ -13,7 +13,7 @@ __all__ = ["scripted_as"]
 
 @contextmanager
 def scripted_as(original: Callable, patched: Any) -> Iterator[None]:
-    """Inside the block, scripted code may call ``patched`` as it may call ``original``. No public name tells TorchScript what a function is."""
+    """Inside the block, scripted code may call ``patched`` as it may call ``original``. No public name can say so."""
     table = _builtins._get_builtin_table()
     if id(original) not in table:
         yield
