@@ -68,6 +68,7 @@ from parwrap.strategies.strategy import Loop, Strategy
 from parwrap.torch_private.versions import OF_GPUS, OF_RANKS, warn_of_newer_torch
 
 if TYPE_CHECKING:
+    from parwrap.rows.whole_batch import WholeBatch
     from parwrap.strategies.ps_server import Server
 
 __all__ = ["HiddenGroup", "Scope", "Script", "current_scope", "explained", "open_loop", "open_strategy", "opened"]
@@ -234,11 +235,11 @@ def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | Non
         enter(interrupts.installed())
     interceptors: list[Interceptor] = []
     reading: list[Interceptor] = []
-    strategy, observer = None, _Observer()
+    strategy, observer, whole_batch = None, _Observer(), None
     if ranks.server is not None:
         interceptors = [ranks.server]
     elif group is not None and interrupts is not None:
-        strategy, observer, interceptors, reading = _prepare_training(group, current, call, silent, interrupts, undo)
+        strategy, observer, interceptors, reading, whole_batch = _prepare_training(group, current, call, silent, interrupts, undo)
         interceptors.append(_OwnDistribution(undo, ranks.leave))
 
     # output and files
@@ -262,6 +263,8 @@ def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | Non
     # the calls of torch
     warnings = None if quiet or asked else enter(parwraps_warnings())
     enter(training)
+    if whole_batch is not None:
+        training.enter_context(whole_batch.opened(module))  # around the calls that write files: rows are collected first
     training.enter_context(intercepting(interceptors, module))
     enter(intercepting(reading, module))
     return Scope(current, ranks, strategy, interrupts, training, warnings)
@@ -269,11 +272,12 @@ def _assembled(ranks: _Ranks, options: Options, call: Call, script: Script | Non
 
 def _prepare_training(
     group: Group, options: CurrentOptions, call: Call, silent: bool, interrupts: Interrupts, undo: ExitStack
-) -> tuple[Strategy, _Observer, list[Interceptor], list[Interceptor]]:
+) -> tuple[Strategy, _Observer, list[Interceptor], list[Interceptor], WholeBatch | None]:
     """Give all ranks the same random streams, and make what ranks of ``group`` train with.
 
     Returns:
-        the strategy, the observer of the group, the interceptors of training, and those that stay in a forked process.
+        the strategy, the observer of the group, the interceptors of training, those that stay in a forked process, and with
+        ``batch="whole"`` what shows the script whole batches.
     """
     streams = RandomStreams(group.world.rank)
     undo.callback(streams.close)
@@ -320,9 +324,8 @@ def _prepare_training(
     if whole_batch is not None:
         norms = SyncBN(None, None, lambda: passes)
         undo.enter_context(scopes.opened(norms.exchange, shared=True))
-        undo.enter_context(whole_batch.opened())
         interceptors += [norms, whole_batch]
-    return made, observer, interceptors, [streams, HiddenWhileRead()]
+    return made, observer, interceptors, [streams, HiddenWhileRead()], whole_batch
 
 
 def messages_of(group: Group) -> Messages:

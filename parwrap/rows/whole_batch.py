@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -14,11 +15,12 @@ from torch.nn import functional as F
 
 from parwrap.intercept.intercepted_calls import Backward
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.intercept.patch import Patch, installed
+from parwrap.intercept.patch import Patch, installed, when_imported
+from parwrap.intercept.torch_calls import SERIALIZATION
 from parwrap.rows.losses import CRITERION, divisor_of, whole_divisor
 from parwrap.rows.modules import ModuleCalls
 from parwrap.rows.table import leaf
-from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, open_whole, plain
+from parwrap.rows.tensors import LOCAL, OfBatch, Partial, Rows, Whole, as_partial, as_rows, collected, open_whole, plain, whole_result
 from parwrap.torch_private.autograd import current_transform, in_backward, is_traced
 from parwrap.torch_private.functions import TRANSFORMS, enable_torch_function, pytree
 from parwrap.torch_private.jit import scripted_as
@@ -39,15 +41,16 @@ class WholeBatch(Interceptor):
         self._modules = ModuleCalls(whole, own_draws)
         self._waiting: dict[int, torch.Tensor] = {}
 
-    def opened(self) -> AbstractContextManager[Any]:
-        """Install what no method of ``Interceptor`` covers, inside the block."""
+    def opened(self, module: str | None) -> AbstractContextManager[Any]:
+        """Install what no method of ``Interceptor`` covers, inside the block; ``module`` as in ``intercept.patch.installed``."""
         stack = ExitStack()
         stack.enter_context(open_whole(self.whole))
         patches = list(self._patches())
         originals = [getattr(each.owner, each.name) for each in patches]
-        stack.enter_context(installed(patches))
+        stack.enter_context(installed(patches, module))
         for each, original in zip(patches, originals, strict=True):
             stack.enter_context(scripted_as(original, getattr(each.owner, each.name)))
+        stack.enter_context(when_imported("wandb", lambda wandb: [Patch(wandb, "init", _logging_whole)]))
         stack.callback(self._closed)
         return stack
 
@@ -224,8 +227,22 @@ KNOW_NO_SUBCLASS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("new_tensor", "new")),
     (nn.Parameter, ("__new__",)),
     (torch.jit.ScriptFunction, ("__call__",)),
+    *((module, ("save",)) for module in SERIALIZATION),
 )
-"""Functions of torch that would take rows for the plain tensor of this rank."""
+"""Functions of torch that would take rows for the plain tensor of this rank; and ``save``, which rank 0 alone may run to its end."""
+
+
+def _logging_whole(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """A run of wandb, whose ``log`` collects on all ranks: it looks at the numbers on rank 0 only."""
+    run = wrapped(*args, **kwargs)
+    log = run.log
+
+    def collecting(data: Any, *rest: Any, **options: Any) -> Any:
+        return log(whole_result(data), *rest, **options)
+
+    run.log = collecting
+    sys.modules["wandb"].log = collecting  # type: ignore[attr-defined]
+    return run
 
 
 def _on_whole(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

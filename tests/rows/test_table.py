@@ -901,6 +901,8 @@ NO_FUNCTION = {"rpow", "msort_", "data"}
 
 NEEDS_GPU = {"cuda", "pin_memory"}
 NO_NUMBERS = {"empty_like", "new_empty"}
+NO_GRADIENT_OF_NO_ROWS = {"scaled_dot_product_attention", "pixel_shuffle"}
+"""Functions of which torch has no gradient, or one of a wrong shape, if there are no samples, as on a rank without rows."""
 
 
 def filled(arg, n, tensor):
@@ -948,8 +950,10 @@ def alike(a, b):
         return False
     if a.dtype == torch.bool or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
+    finite = b[b.isfinite()].abs()
+    size = 1 + float(finite.max()) if finite.numel() else 1.0
     rough = a.dtype in (torch.half, torch.bfloat16)
-    return torch.allclose(a, b, rtol=1e-2 if rough else 2e-4, atol=1e-3 if rough else 2e-5, equal_nan=True)
+    return torch.allclose(a, b, rtol=1e-2 if rough else 2e-4, atol=(1e-3 if rough else 1e-5) * size, equal_nan=True)
 
 
 def differ(found, expected, numbers=True):
@@ -1188,19 +1192,21 @@ def some(cases, most=3):
     return cases if len(cases) <= most else [cases[i * (len(cases) - 1) // (most - 1)] for i in range(most)]
 
 
-def gradient_problems(names, all_ways=False):
+def gradient_problems(names, all_cases=False):
     """What is wrong with the gradients of functions of these names."""
     between, problems = current().between, []
     for name in names:
         usual = {place: (form, found) for form, found in forms(name).items() if (place := form.split(".")[0]) and not form.endswith("_")}
-        for case in CASES[name] if all_ways else some(CASES[name]):
+        for case in CASES[name] if all_cases else some(CASES[name]):
             if name.startswith("__i") or name in ("copy_", "fill_", "zero_", "requires_grad_", "detach", "__setitem__"):
                 continue
             for form, found in list(usual.values())[:1] if not name.startswith("__") else list(usual.values()):
                 at = f"{form}({case})"
-                if any(known(f"{at} {way}") for way, _ in ways_of(case, all_ways)):
+                if any(known(f"{at} {way}") for way, _ in ways_of(case)):
                     continue
-                for way, layout in ways_of(case, all_ways):
+                for way, layout in ways_of(case):
+                    if 0 in layout.per_rank and name in NO_GRADIENT_OF_NO_ROWS:
+                        continue
                     both = Both(case, layout)
                     try:
                         expected = gradients(found, both, whole=True)
@@ -1228,10 +1234,10 @@ def gradient_problems(names, all_ways=False):
     return problems
 
 
-def check_gradients(names, all_ways=False):
+def check_gradients(names, all_cases=False):
     with warnings.catch_warnings(), parwrap.distributed(batch="whole"):
         warnings.simplefilter("ignore")
-        problems = gradient_problems(names, all_ways)
+        problems = gradient_problems(names, all_cases)
 
     assert not problems, "\n".join(problems)
 
@@ -1246,7 +1252,7 @@ def test_gradients_of_first_and_second_order_are_those_of_the_whole(names):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("names", groups(5))
 def test_all_gradients_are_those_of_the_whole_on_three_ranks(names):
-    check_gradients(names, all_ways=True)
+    check_gradients(names, all_cases=True)
 
 
 @functools.cache
@@ -1332,7 +1338,7 @@ STEPS = {
     "new dimension": lambda x, r: x[:, None],
     "pick rows": lambda x, r: x[r.numbers(x.shape[0], 3)],
     "pick columns": lambda x, r: x[..., r.numbers(x.shape[-1], 2)],
-    "select by a mask": lambda x, r: x[x.detach().flatten(1).sum(1) > 0] if x.ndim > 1 else x[x > 0],
+    "select by a mask": lambda x, r: x[x.detach().flatten(1).sum(1) > 0.01] if x.ndim > 1 else x[x > 0],
     "select numbers": lambda x, r: x[x > -0.5],
     "product": lambda x, r: x @ r.tensor((x.shape[-1], 3)),
     "product with itself": lambda x, r: x @ x.transpose(-1, -2),
@@ -1365,7 +1371,7 @@ class Chance:
         return self.random.sample(range(x.ndim), x.ndim)
 
     def tensor(self, shape):
-        return torch.tensor([self.random.gauss(0, 1) for _ in range(math.prod(shape))]).view(tuple(shape))
+        return torch.tensor([self.random.gauss(0, 1) for _ in range(math.prod(shape))], dtype=torch.float64).view(tuple(shape))
 
     def numbers(self, below, count):
         return [self.random.randrange(below) for _ in range(count)]
@@ -1382,7 +1388,7 @@ def chain_problem(seed):
     dim = chance.choice([0, 0, 0, 1])
     layout = equal_parts(n, between.rank, size)
     torch.default_generator.manual_seed(seed)
-    whole = torch.randn((n, 4) if dim == 0 else (4, n))
+    whole = torch.randn((n, 4) if dim == 0 else (4, n), dtype=torch.float64)
     leaves = whole.clone().requires_grad_(), as_rows(layout.own(whole, dim).clone(), layout, dim).requires_grad_()
     x, y = leaves
     done = []
