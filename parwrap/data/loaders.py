@@ -287,6 +287,12 @@ class Loaders(Interceptor):
         assert iterator.rows is not None
         batches, parts = iterator.rows
         known = self.known(loader)
+        if loader.batch_size is not None and loader.batch_size < self._size and not known.trained:
+            known.trained = True
+            warn(
+                f"parwrap: the loader at {script_place()} makes batches of {counted(loader.batch_size, 'sample')}, which {self._size} "
+                "ranks cannot share: with batch='whole' every rank computes all of each. Use larger batches, or fewer ranks."
+            )
         if self._loops.gradients_on():
             opened.data = self._held(loader, known).digits("whole batches", str(self._passes.begun))
         opened.whole, opened.length = _samples(loader), _batches(batches)

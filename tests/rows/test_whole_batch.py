@@ -92,7 +92,8 @@ def test_total_gather_and_evaluate_leave_what_is_whole():
 @pytest.mark.ranks(2)
 def test_a_batch_of_fewer_samples_than_ranks_and_a_replicated_loader_are_whole():
     with parwrap.distributed(batch="whole"):
-        assert [parwrap.is_rows(x) for (x,) in batches(1)] == [False]
+        with pytest.warns(UserWarning, match="makes batches of 1 sample, which 2 ranks cannot share"):
+            assert [parwrap.is_rows(x) for (x,) in batches(1)] == [False]
         assert [parwrap.is_rows(x) for (x,) in parwrap.replicate(batches())] == [False]
 
 
