@@ -189,7 +189,9 @@ class Optimizers(Interceptor):
                 self._look_at(work, optimizer)
 
     def _look_at(self, work: _Work, optimizer: Optimizer) -> None:
-        parameters = [*parameters_of(optimizer)]
+        parameters = [*chain(*map(PARAMETERS, optimizer.param_groups))]
+        if Rows in map(type, parameters):
+            parameters = [*parameters_of(optimizer)]
         try:
             seen = [*map(id, parameters), *map(torch.Tensor.data_ptr, parameters)]
         except Exception:  # one is lazy, or of a class without an address

@@ -37,7 +37,7 @@ __all__ = ["kinds"]
 
 
 ELEMENTWISE = named("""
-add sub subtract mul multiply div divide true_divide floor_divide pow float_power rpow remainder fmod neg negative positive abs absolute
+add sub subtract mul multiply div divide true_divide floor_divide pow float_power remainder fmod neg negative positive abs absolute
 exp expm1 exp2 log log2 log10 log1p sqrt rsqrt square sin cos tan asin acos atan arcsin arccos arctan atan2 arctan2 sinh cosh tanh asinh
 acosh atanh sigmoid expit relu relu6 gelu silu mish elu celu selu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid
 threshold tanhshrink softshrink hardshrink prelu eq ne lt le gt ge not_equal greater less greater_equal less_equal isnan isinf
@@ -45,7 +45,7 @@ isfinite isposinf isneginf isclose logical_and logical_or logical_not logical_xo
 bitwise_left_shift bitwise_right_shift clamp clip clamp_min clamp_max where maximum minimum fmax fmin sign sgn signbit round floor ceil
 trunc fix frac erf erfc erfinv lerp addcmul addcdiv nan_to_num reciprocal masked_fill copysign hypot logaddexp logaddexp2 logit sinc
 heaviside xlogy lgamma digamma deg2rad rad2deg gcd lcm float double half int long bool bfloat16 short byte char to cpu cuda detach clone
-contiguous type_as conj angle real imag pin_memory copy_ fill_ zero_ requires_grad_ data rsub polar complex
+contiguous type_as conj angle real imag pin_memory copy_ fill_ zero_ requires_grad_ rsub polar complex
 __rsub__ __radd__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __rmod__
 __add__ __sub__ __mul__ __truediv__ __div__ __floordiv__ __pow__ __mod__ __and__ __or__ __xor__ __invert__ __neg__ __pos__ __abs__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__
@@ -55,7 +55,6 @@ __ior__ __ixor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__
 
 ALONG = named("""
 softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort flip glu normalize gumbel_softmax topk kthvalue
-msort_
 """)
 """Functions that work along a dimension and keep it: where it is among the arguments, and its default."""
 

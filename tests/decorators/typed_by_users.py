@@ -50,7 +50,7 @@ def never_called() -> None:
     reveal_type(Trainer.download())  # "str"
     parwrap.distributed(sead=1)  # error: Unexpected keyword argument "sead"
     parwrap.distributed(seed="1")  # int | None
-    parwrap.distributed(batch="globe")  # Literal['per_rank', 'global']
+    parwrap.distributed(batch="globe")  # Literal['per_rank', 'global', 'whole']
     parwrap.launch(bare, 3, nprocs="gpus")  # Literal['gpu', 'cpu', 'auto']
     reveal_type(parwrap.launch(bare, 3, nprocs=2))  # "float"
     reveal_type(parwrap.reduce_sum({"loss": 0.5}))  # "dict[str, float]"

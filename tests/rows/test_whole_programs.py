@@ -83,19 +83,19 @@ def cases(of=None):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("theme", "name"), cases())
+@pytest.mark.parametrize(("theme", "name"), list(cases()))
 def test_on_two_ranks_a_program_gives_the_numbers_of_one_process(theme, name):
     check(theme, name)
 
 
 @pytest.mark.ranks(2, fresh=True)
-@pytest.mark.parametrize(("theme", "name"), cases(LEAVES_SOMETHING))
+@pytest.mark.parametrize(("theme", "name"), list(cases(LEAVES_SOMETHING)))
 def test_on_two_fresh_ranks_a_program_gives_the_numbers_of_one_process(theme, name):
     check(theme, name)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(("theme", "name"), cases())
+@pytest.mark.parametrize(("theme", "name"), list(cases()))
 def test_on_three_ranks_a_program_gives_the_numbers_of_one_process(theme, name):
     check(theme, name)
