@@ -2,6 +2,7 @@
 
 Two gloo ranks with a thread each run the same loop as one process, in turns: a validation that adds up correct answers, a step of
 training, one with mixup, which collects the rows of each batch, and one with in-batch negatives, which collects its features.
+"halves, apart" are two processes that each run half of every batch and never meet: no 2 ranks can be quicker on this machine.
 ``overhead.py`` compares a plain step with ``DistributedDataParallel`` written by hand.
 """
 
@@ -70,15 +71,15 @@ LOOPS: dict[str, tuple[Callable[[nn.Module, DataLoader], None], float | None]] =
 """The loops, each with the limit of its ratio."""
 
 
-def seconds(run: Callable[[nn.Module, DataLoader], None], case: Case) -> float:
+def seconds(run: Callable[[nn.Module, DataLoader], None], case: Case, batch: int = BATCH) -> float:
     """The seconds of a batch in the second of two passes."""
     torch.manual_seed(0)
     model = case.build()
-    samples = BATCH * BATCHES
+    samples = batch * BATCHES
     data = TensorDataset(torch.randn(samples, *case.shape), torch.randint(10, (samples,)))
     for _ in range(2):
         began = time.perf_counter()
-        run(model, DataLoader(data, BATCH))
+        run(model, DataLoader(data, batch))
     return (time.perf_counter() - began) / BATCHES
 
 
@@ -95,13 +96,17 @@ def rank_process(rank: int, folder: str, together: Any, repeats: int) -> None:
         together.wait()
         return 1e3 * taken
 
+    def halves(run: Callable, case: Case) -> float:
+        together.wait()
+        return 1e3 * seconds(run, case, BATCH // RANKS)
+
     def on_ranks(run: Callable, case: Case) -> float:
         os.environ["PARWRAP_INIT_METHOD"] = next(meetings)
         with contextlib.redirect_stderr(io.StringIO()), parwrap.distributed(batch="whole"):
             return 1e3 * seconds(run, case)
 
     for name, (run, limit) in LOOPS.items():
-        ways = {"one process": alone, "2 ranks": on_ranks, "one process again": alone}
+        ways = {"one process": alone, "2 ranks": on_ranks, "halves, apart": halves, "one process again": alone}
         taken = alternated({way: partial(measure, run, CASES["wide"]) for way, measure in ways.items()}, repeats)
         if rank == 0:
             print(f"{name}:")

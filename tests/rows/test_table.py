@@ -1243,6 +1243,7 @@ def check_gradients(names, all_cases=False):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow  # the chains below differentiate too
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("names", list(groups()))
 def test_gradients_of_first_and_second_order_are_those_of_the_whole(names):
@@ -1436,6 +1437,7 @@ def test_chains_of_operations_give_the_numbers_and_gradients_of_the_whole():
     check_chains(range(60))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_chains_on_three_ranks_do_so():
     check_chains(range(150, 158))

@@ -76,10 +76,15 @@ LEAVES_SOMETHING = {"compiled_model", "compiled_training_step", "checkpointed_se
 """What torch loads for these stays in the process."""
 
 
+OF_THE_TABLE = {"programs_views", "programs_indexing", "programs_inplace", "programs_reductions"}
+"""The themes whose operations ``test_table.py`` tries one by one."""
+
+
 def cases(of=None):
     for theme, name in NAMES:
         if (name in LEAVES_SOMETHING) == (of is LEAVES_SOMETHING):
-            yield pytest.param(theme, name, marks=[pytest.mark.xfail(strict=True, reason=LIMITS[name])] if name in LIMITS else [])
+            marks = [pytest.mark.xfail(strict=True, reason=LIMITS[name])] if name in LIMITS else []
+            yield pytest.param(theme, name, marks=[*marks, pytest.mark.slow] if theme in OF_THE_TABLE else marks)
 
 
 @pytest.mark.ranks(2)
