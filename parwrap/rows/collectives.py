@@ -31,20 +31,18 @@ class Collectives:
     Attributes:
         rank: this rank.
         size: the number of ranks.
-        sent: how many collectives this rank has sent.
     """
 
     def __init__(self, messages: Messages, rank: int, size: int, device: torch.device) -> None:
-        self._messages, self.rank, self.size, self.sent = messages, rank, size, 0
+        self._messages, self.rank, self.size = messages, rank, size
         self._device = device
 
-    def _sends(self) -> None:
+    def _refuse_alone(self) -> None:
         if alone_now and is_alone():
             raise UsageError(
                 f"{script_place()} needs rows of other ranks in code that only one rank runs now. Compute it before, and pass it as an "
                 "argument: all ranks collect the rows among the arguments of a function under @parwrap.rank_zero_only."
             )
-        self.sent += 1
 
     def mean(self, numbers: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, differentiable."""
@@ -58,7 +56,7 @@ class Collectives:
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of the tensors ``numbers``, which no rank changes."""
-        self._sends()
+        self._refuse_alone()
         flat = numbers.detach().reshape(-1)
         if flat.is_complex():
             return torch.view_as_complex(self.summed(torch.view_as_real(numbers.detach().contiguous())))
@@ -70,12 +68,12 @@ class Collectives:
 
     def total(self, number: float) -> float:
         """The sum over ranks of a number."""
-        self._sends()
+        self._refuse_alone()
         return self._messages.total("the sum of rows over ranks", number, self._device)
 
     def parts(self, local: torch.Tensor, per_rank: list[int]) -> list[torch.Tensor]:
         """The tensors of all ranks, of which each has ``per_rank`` rows and all have the same other sizes. They travel as bytes."""
-        self._sends()
+        self._refuse_alone()
         shape, top = local.shape[1:], max(per_rank)
         row = local.dtype.itemsize * shape.numel()
         length = -(-row * top // 8)

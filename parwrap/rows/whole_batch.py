@@ -61,17 +61,8 @@ class WholeBatch(Interceptor):
         """Run ``call`` on this rank's part: the mean over ranks of its gradients is that of one process."""
         if not any(isinstance(each, (Rows, Partial)) for each in (*call.tensors, *call.grad_tensors)):
             return call.run()
-        tensors, grads, size = list[Any](), list[Any](), self.whole.between.size
-        for tensor, grad in zip(call.tensors, call.grad_tensors, strict=True):
-            if isinstance(tensor, Rows):
-                if grad is None:
-                    raise RuntimeError("grad can be implicitly created only for scalar outputs")  # as torch says
-                mine = plain(grad) if isinstance(grad, Rows) else tensor.row_layout.own(collected(grad), tensor.row_dim)
-                tensors.append(plain(tensor))
-                grads.append(mine * size)
-            else:
-                tensors.append(tensor)
-                grads.append(collected(grad))
+        grads = [self._given(tensor, grad) for tensor, grad in zip(call.tensors, call.grad_tensors, strict=True)]
+        tensors = [plain(each) if isinstance(each, Rows) else each for each in call.tensors]
         partials = [each for each in tensors if isinstance(each, Partial)]
         for each in partials:
             each.__class__ = torch.Tensor  # type: ignore[assignment]  # the strategy sends and writes this rank's part
@@ -168,20 +159,21 @@ class WholeBatch(Interceptor):
         inputs = [inputs] if isinstance(inputs, one) else list(inputs.values() if isinstance(inputs, dict) else inputs)
         given: Sequence[Any] = [None] * len(outputs) if grad_outputs is None else grad_outputs
         given = [given] if isinstance(given, torch.Tensor) else list(given)
-        size, grads = self.whole.between.size, []
-        for output, grad in zip(outputs, given, strict=True):
-            if isinstance(output, Rows):
-                if grad is None:
-                    raise RuntimeError("grad can be implicitly created only for scalar outputs")
-                mine = plain(grad) if isinstance(grad, Rows) else output.row_layout.own(collected(grad), output.row_dim)
-                grads.append(mine * size)
-            else:
-                grads.append(collected(grad))
+        grads = [self._given(output, grad) for output, grad in zip(outputs, given, strict=True)]
         with LOCAL():
             found = original(
                 [plain(each) if isinstance(each, (Rows, Partial)) else each for each in outputs], inputs, grads, *args, **kwargs
             )
         return tuple(self._gradient(each, grad) for each, grad in zip(inputs, found, strict=True))
+
+    def _given(self, output: Any, grad: Any) -> Any:
+        """The gradient that the script gives to ``output``, as this rank's graph needs it: below rows the number of ranks times theirs."""
+        if not isinstance(output, Rows):
+            return collected(grad)
+        if grad is None:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")  # as torch says
+        mine = plain(grad) if isinstance(grad, Rows) else output.row_layout.own(collected(grad), output.row_dim)
+        return mine * self.whole.between.size
 
     def _gradient(self, of: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:
